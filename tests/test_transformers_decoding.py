@@ -264,9 +264,27 @@ def test_a_weight_that_is_replaced_is_read_again(model: Any) -> None:
             setattr(module, "top_k", 1) for module in model.modules() if hasattr(module, "top_k")
         ],
         lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+        lambda model: setattr(
+            model.model.embed_tokens, "weight", torch.nn.Parameter(torch.ones(128, 48))
+        ),
+        lambda model: model.model.embed_tokens.weight.data.mul_(0.5),
+        lambda model: setattr(model.model, "embed_tokens", torch.nn.Embedding(128, 48)),
+        lambda model: setattr(model.model.embed_tokens, "max_norm", 0.1),
         lambda model: setattr(model.model.norm, "forward", torch.zeros_like),
     ],
-    ids=["head", "bias", "scaling", "epsilon", "top_k", "frequencies", "forward"],
+    ids=[
+        "head",
+        "bias",
+        "scaling",
+        "epsilon",
+        "top_k",
+        "frequencies",
+        "embedding",
+        "embedding in place",
+        "other embedding",
+        "embedding norm",
+        "forward",
+    ],
 )
 def test_what_changes_between_tokens_counts(model: Any, change: Any) -> None:
     """Modules, numbers and forwards that a program has read are looked at before each token."""
@@ -357,11 +375,12 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(
     assert pair.get_seq_length() == 9
 
 
-def test_statistics_are_those_of_the_modules(checkpoint: Path) -> None:
+@pytest.mark.parametrize("memory", ["25%", "100%"])
+def test_statistics_are_those_of_the_modules(checkpoint: Path, memory: str) -> None:
     """Steps, hits, misses, products and the table of what is resident."""
     found = []
     for is_own in (False, True):
-        model = load_in_slots(checkpoint, compute="fast", prefetch="off")
+        model = load_in_slots(checkpoint, memory, compute="fast", prefetch="off")
         with model.moecache, torch.no_grad():
             if is_own:
                 own_forward(model)
@@ -369,7 +388,8 @@ def test_statistics_are_those_of_the_modules(checkpoint: Path) -> None:
             decode(model, num=30)
             spent = model.moecache.stats() - before
             table = model.moecache.runtime.cache.slot_table.copy()
-            busy = [layer.kernel.num_computed for layer in model.moecache._layers]
+            products = model.moecache.num_products
+            kernels = [layer.kernel for layer in model.moecache._layers]
             found.append(
                 (
                     spent.num_hits,
@@ -377,12 +397,45 @@ def test_statistics_are_those_of_the_modules(checkpoint: Path) -> None:
                     spent.num_evictions,
                     spent.num_steps,
                     spent.num_resident_steps,
-                    model.moecache.num_products,
-                    busy,
+                    products,
+                    [kernel.num_computed for kernel in kernels],
+                    [kernel.busy_ns > 0 for kernel in kernels],
+                    table.tolist(),
                 )
             )
-            found[-1] += (table.tolist(),)
     assert found[0] == found[1]
+
+
+def test_products_are_counted_over_a_changed_weight_and_the_end(checkpoint: Path) -> None:
+    """Another program goes on counting where the last one stopped, and so it stays once closed."""
+    model = load_in_slots(checkpoint, "100%", compute="fast", prefetch="off")
+    with model.moecache as offload, torch.no_grad():
+        decode(model, num=20)
+        before = offload.num_products
+        decode(model, num=4)
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
+        decode(model, num=4)
+        assert offload.num_products > before
+        between = offload.num_products
+        decode(model, num=4)
+        num = offload.num_products - between
+        offload.compute_stats()
+        assert offload.num_products - between == num
+        decode(model, num=4)
+    assert offload.num_products == between + 2 * num
+
+
+@pytest.mark.parametrize("token", [-1, 128])
+def test_a_token_of_no_vocabulary_is_an_error(model: Any, token: int) -> None:
+    """Nothing is lost: the next token has the bits that it would have had."""
+    cache = model(input_ids=prompt(), use_cache=True).past_key_values
+    wanted = model(input_ids=torch.tensor([[3]]), past_key_values=copy.deepcopy(cache)).logits
+    with pytest.raises(IndexError, match=f"token {token} is not one of 128"):
+        model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+    with pytest.raises(IndexError, match=f"token {token} is not one of 128"):
+        model.moecache.decoder.step_together([token], [cache])
+    found = model(input_ids=torch.tensor([[3]]), past_key_values=cache).logits
+    assert torch.equal(found, wanted)
 
 
 def test_the_own_forward_is_back_when_the_cache_is_closed(checkpoint: Path) -> None:

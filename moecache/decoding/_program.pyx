@@ -204,9 +204,8 @@ cdef class Program:
         The router's choice.
     rows : ndarray of float32, shape [16 * top_k, hidden_size]
         Results of each (token, choice) pair, before their sum.
-    busy_ns, num_computed : ndarray of int64, shape [num_layers]
-        The time that each layer's experts took in this call, where all of them were resident, and
-        how many they were; 0 where not.
+    num_resident : int
+        Layers of this call whose experts were all resident.
 
     Raises
     ------
@@ -222,7 +221,13 @@ cdef class Program:
     cdef ExpertCache cache
     cdef object recipe
     cdef list owners
-    cdef readonly cnp.ndarray hidden, normed, ids, rows, busy_ns, num_computed
+    cdef readonly cnp.ndarray hidden, normed, ids, rows
+    cdef readonly int64_t num_resident
+    # Of each layer since they were taken: experts of whole steps, those of single tokens, and the
+    # time that the latter took.
+    cdef int64_t *num_products
+    cdef int64_t *num_single
+    cdef int64_t *busy_ns
     cdef cnp.ndarray _work
     # Parts of `_work`, each for 16 rows.
     cdef float *queries
@@ -267,14 +272,21 @@ cdef class Program:
         cdef int64_t i
         self.recipe, self.cache, self.owners = recipe, cache, []
         self.scores, self.held, self.types = NULL, NULL, NULL
+        self.num_products, self.num_single, self.busy_ns = NULL, NULL, NULL
         self.slots, self.some, self.offsets, self.pairs, self.places = NULL, NULL, NULL, NULL, NULL
         self.inputs, self.hidden_inputs = NULL, NULL
         self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
         self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
         self.held = <mc_held *>calloc(max(1, self.num_layers) * ROWS, sizeof(mc_held))
         self.types = <int *>calloc(max(1, self.num_layers), sizeof(int))
-        if self.layers == NULL or self.held == NULL or self.types == NULL:
+        self.num_products = <int64_t *>calloc(3 * max(1, self.num_layers), sizeof(int64_t))
+        if (
+            self.layers == NULL or self.held == NULL or self.types == NULL
+            or self.num_products == NULL
+        ):
             raise MemoryError("no memory for a program")
+        self.num_single = self.num_products + self.num_layers
+        self.busy_ns = self.num_single + self.num_layers
         self.top_k = max([layer.router.top_k for layer in recipe.layers if layer.router] or [1])
         for i in range(self.num_layers):
             self._bind(&self.layers[i], recipe.layers[i])
@@ -287,6 +299,7 @@ cdef class Program:
         free(self.scores)
         free(self.held)
         free(self.types)
+        free(self.num_products)
         free(self.slots)
         free(self.some)
         free(self.offsets)
@@ -520,8 +533,6 @@ cdef class Program:
         self.hidden, self.normed = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.ids = np.zeros((ROWS, self.top_k), np.int32)
         self.rows = np.zeros((ROWS * self.top_k, self.hidden_size), np.float32)
-        self.busy_ns = np.zeros(self.num_layers, np.int64)
-        self.num_computed = np.zeros(self.num_layers, np.int64)
         self._work = np.zeros(
             total * 4 + 2 * ROWS * self.converted_bytes + num * expert_row + 64, np.uint8
         )
@@ -677,9 +688,7 @@ cdef class Program:
         self.cos = <const float *>cnp.PyArray_DATA(cos)
         self.sin = <const float *>cnp.PyArray_DATA(sin)
         self.num_rows, self.each, self.longest = num, each, longest
-        self.busy_ns.fill(0)
-        self.num_computed.fill(0)
-        self.at = 0
+        self.num_resident, self.at = 0, 0
         return 0
 
     cdef int _check_cache(
@@ -755,6 +764,23 @@ cdef class Program:
                     return layer.number
             self.resume()
         return -1
+
+    def take_counts(self):
+        """Return what steps whose experts were all resident have computed, and count from 0 again.
+
+        Returns
+        -------
+        list of (int, int, int, int)
+            Of each layer with experts: the runtime's number of it, experts that were computed,
+            those of steps of a single token, and nanoseconds that the latter took.
+        """
+        cdef int64_t i
+        found = [
+            (self.layers[i].number, self.num_products[i], self.num_single[i], self.busy_ns[i])
+            for i in range(self.num_layers) if self.layers[i].has_experts
+        ]
+        memset(self.num_products, 0, 3 * <size_t>self.num_layers * sizeof(int64_t))
+        return found
 
     def foresee(self, int number, int64_t n):
         """Return up to n experts that a layer's router would choose of what this layer's got.
@@ -1069,14 +1095,16 @@ cdef class Program:
                 self._compute(layer, slots, pairs, k)
         finally:
             self.cache.end_leases(slots, k)
-        (<int64_t *>cnp.PyArray_DATA(self.busy_ns))[self.at] = max(1, now_ns() - began)
-        (<int64_t *>cnp.PyArray_DATA(self.num_computed))[self.at] = k
+        self.busy_ns[self.at] += now_ns() - began
+        self.num_single[self.at] += k
+        self.num_products[self.at] += k
+        self.num_resident += 1
         return True
 
     cdef bint _resident_rows(self, Layer *layer) except -1:
         """Compute several tokens' experts if they are all in their slots."""
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
-        cdef int64_t num = self.num_rows * self.top_k, began, found = 0
+        cdef int64_t num = self.num_rows * self.top_k, found = 0
         cdef const int32_t *names = NULL
         if self.sequences is not None:
             names = <const int32_t *>cnp.PyArray_DATA(self.sequences)
@@ -1087,14 +1115,13 @@ cdef class Program:
         try:
             if self.observe is not None:
                 self.observe(layer.number, self.ids[:self.num_rows], self.sequences)
-            began = now_ns()
             with nogil:
                 found = self._group(ids, layer.choice.num_experts)
                 self._compute_rows(layer, self.some, self.pairs, found)
         finally:
             self.cache.end_leases(self.slots, num)
-        (<int64_t *>cnp.PyArray_DATA(self.busy_ns))[self.at] = max(1, now_ns() - began)
-        (<int64_t *>cnp.PyArray_DATA(self.num_computed))[self.at] = found
+        self.num_products[self.at] += found
+        self.num_resident += 1
         return True
 
     cdef int64_t _group(self, const int32_t *ids, int64_t num_experts) noexcept nogil:

@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moecache.decoding._program import MAX_ROWS, KeyValues, Program
-from moecache.decoding.recipe import Layer
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._cache_layers import growth
 from moecache.integrations.transformers._fast import fast_rows
@@ -109,11 +108,11 @@ class Decoder:
         self._sequences: np.ndarray | None = None
         self._reading: Reading | None = None
         self._program: Program | None = None
-        self._hidden = torch.empty(0)
         self._rotary: Rotary | None = None
         # Calls until a model that has no recipe as it is now is asked again.
         self._calls_left, self._pause = 0, 1
         self._is_unknown = self._are_rows_apart = False
+        self._counting = threading.Lock()
         self.reason = ""
         self.num_steps = 0
 
@@ -153,10 +152,11 @@ class Decoder:
             if not self._is_ready():
                 return None
             num_logits = min(wanted, each) or each
-            logits = self._compute(ids, [cache], [length], begins, positions, num_logits)
-        if logits is None:
+            tokens = ids.flatten().tolist()
+            found = self._compute(tokens, [cache], [length], begins, positions, num_logits)
+        if found is None:
             return None
-        return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return MoeCausalLMOutputWithPast(logits=torch.from_numpy(found), past_key_values=cache)
 
     @torch.no_grad()
     def step_together(
@@ -200,25 +200,23 @@ class Decoder:
         lengths = [cache.get_seq_length() for cache in caches]
         if not all(isinstance(length, int) and length >= 1 for length in lengths):
             return None
-        places = np.array(lengths if positions is None else positions, np.int64)
-        if places.shape != (num,) or places.min() < 0:
-            raise ConfigError(f"positions {places.tolist()} are none of {num} tokens")
+        places = lengths if positions is None else list(positions)
+        if len(places) != num or min(places) < 0:
+            raise ConfigError(f"positions {places} are none of {num} tokens")
         if not self._is_plain({"position_ids": places}):
             return None
         make_room(self._model(), sum([growth(length, 1) for length in lengths]))
         with self._lock:
             if not self._is_ready():
                 return None
-            tokens = torch.tensor(ids, dtype=torch.int64)[:, None]
             self._sequences = np.array([self._name(cache) for cache in caches], np.int32)
             try:
-                logits = self._compute(tokens, caches, lengths, None, places, 1)
+                found = self._compute(
+                    list(ids), caches, lengths, None, np.array(places, np.int64), 1
+                )
             finally:
                 self._sequences = None
-        if logits is None:
-            return None
-        found: np.ndarray = logits[:, 0].numpy()
-        return found
+        return None if found is None else found[:, 0]
 
     def _name(self, cache: Cache) -> int:
         """Return the number of a sequence, which it keeps as long as its cache lives."""
@@ -305,7 +303,7 @@ class Decoder:
         }
         try:
             reading = read_recipe(model, kernels, hooks)
-            self._program = Program(reading.recipe, self._runtime.cache)
+            program = Program(reading.recipe, self._runtime.cache)
         except (NoRecipeError, ConfigError) as error:
             self._is_unknown = isinstance(error, UnknownFamilyError)
             # Reading takes as long as a token or two; hooks and adapters may stay or go.
@@ -314,31 +312,30 @@ class Decoder:
                 self.reason = str(error)
                 logger.info("transformers.no_recipe model=%s: %s", type(model).__name__, error)
             return False
-        self._reading, self.reason, self._pause = reading, "", 1
+        self.note_counts()
+        self._program, self._reading, self.reason, self._pause = program, reading, "", 1
         experts = {model.get_submodule(path) for path in self._paths}
         self._are_rows_apart = are_rows_apart(model, reading.recipe, experts)
-        with torch.inference_mode(mode=False):
-            # Written to for each token, in inference mode or not.
-            self._hidden = torch.from_numpy(self._program.hidden)
         self._rotary = Rotary(reading.rotary, reading.rotary_width)
         return True
 
     def _compute(
         self,
-        ids: torch.Tensor,
+        ids: list[int],
         caches: Sequence[Cache],
         lengths: list[int],
         begins: np.ndarray | None,
         positions: np.ndarray,
         num_logits: int,
-    ) -> torch.Tensor | None:
+    ) -> np.ndarray | None:
         """Return logits; sequences of one cache begin at `begins`, or each has a cache."""
         program, reading, rotary = self._program, self._reading, self._rotary
         assert program is not None
         assert reading is not None
         assert rotary is not None
         self._runtime.steps.check_usable()
-        each = ids.shape[1]
+        num_rows = len(ids)
+        each = 1 if begins is None else num_rows // len(begins)
         pages: list[list[KeyValues]] = []
         for cache, length in zip(caches, lengths, strict=True):
             found = self._pages.of(cache, length, each)
@@ -347,15 +344,15 @@ class Decoder:
             pages.append(found)
         if begins is None and not self._pages.are_alike(caches):
             return None
-        hidden = self._hidden[: ids.numel()]
-        hidden.copy_(reading.embedding(ids).view(ids.numel(), -1))
+        hidden = program.hidden[:num_rows]
+        reading.embed(ids, hidden)
         if reading.recipe.embedding_scale != 1:
-            hidden.mul_(reading.recipe.embedding_scale)
+            hidden *= np.float32(reading.recipe.embedding_scale)
         cos, sin = rotary.angles(positions, apart=begins is None)
         observe = self._observer(program)
         names = self._sequences
         if names is None:
-            names = self._runtime.steps.names_of(ids.numel())
+            names = self._runtime.steps.names_of(num_rows)
         where: dict[str, Any] = {
             "observe": observe,
             "sequences": names,
@@ -371,17 +368,18 @@ class Decoder:
                 return None
         missed = program.run()
         while missed >= 0:
-            self._wait_for(missed, program, ids.numel())
+            self._wait_for(missed, program, num_rows)
             program.resume()
             missed = program.run()
-        logits = torch.from_numpy(program.logits_of(num_logits))
+        logits = program.logits_of(num_logits)
         if reading.recipe.logits_scale != 1:
-            logits.div_(reading.recipe.logits_scale)
+            logits /= np.float32(reading.recipe.logits_scale)
         # All layers or none: a cache whose layers differ in length is no cache.
         with uninterrupted():
             for cache in caches:
                 self._pages.grow(cache, each)
-        self._count(program, reading.recipe.layers, ids.numel())
+        if program.num_resident:
+            self._runtime.steps.count_leased(program.num_resident)
         self.num_steps += 1
         return logits
 
@@ -430,17 +428,13 @@ class Decoder:
         if look_ahead is not None and self._runtime.steps.observer() is not None:
             look_ahead.follow(layer, program.foresee)
 
-    def _count(self, program: Program, layers: Sequence[Layer], num_rows: int) -> None:
-        num_resident = 0
-        for busy_ns, num, made in zip(
-            program.busy_ns.tolist(), program.num_computed.tolist(), layers, strict=True
-        ):
-            if busy_ns and made.router is not None:
-                layer = self._layers[made.number]
-                layer.num_products += num
+    def note_counts(self) -> None:
+        """Have each layer's counters know what programs have computed."""
+        with self._counting:
+            if self._program is None:
+                return
+            for number, num_products, num_single, busy_ns in self._program.take_counts():
+                layer = self._layers[number]
+                layer.num_products += num_products
                 assert isinstance(layer.kernel, SlotKernel)
-                if num_rows == 1:
-                    layer.kernel.count(num, busy_ns)
-                num_resident += 1
-        if num_resident:
-            self._runtime.steps.count_leased(num_resident)
+                layer.kernel.count(num_single, busy_ns)

@@ -171,6 +171,7 @@ class Offload(NotCopied):
         Kernels on a GPU count one for each token and each of its choices, which the host does not
         see.
         """
+        self._note_counts()
         return sum(layer.num_products for layer in self._layers)
 
     def stats(self) -> RuntimeStats:
@@ -184,6 +185,7 @@ class Offload(NotCopied):
         machine's memory is read, which takes a quarter of a second; a profile keeps it.
         """
         layers = [binding.layer for binding in self._bindings]
+        self._note_counts()
         return compute_stats(
             self.model, self.runtime, layers, self._compute, self._kernels, self._left
         )
@@ -198,6 +200,10 @@ class Offload(NotCopied):
             f"{format_bytes(experts)} in {len(self._bindings)} layers\n"
             f"{self.compute_stats().describe()}\n{self._describe_decoding()}{self.runtime.report()}"
         )
+
+    def _note_counts(self) -> None:
+        if self.decoder is not None:
+            self.decoder.note_counts()
 
     def _describe_decoding(self) -> str:
         way = self.tokens or self.decoder
@@ -278,6 +284,7 @@ class Offload(NotCopied):
         self._hook.remove()
         if self.tokens is not None:
             self.tokens.close()
+        self._note_counts()
         model, decoder, self.decoder = self._model(), self.decoder, None
         if model is not None and decoder is not None:
             uninstall(model)

@@ -35,7 +35,10 @@ class Rotary:
             return np.concatenate([cos for cos, _ in found]), np.concatenate(
                 [sin for _, sin in found]
             )
-        most, num = int(positions.max()), len(self._cos)
+        num = len(self._cos)
+        if len(positions) == 1 and (at := int(positions[0])) < num:
+            return self._cos[at : at + 1], self._sin[at : at + 1]
+        most = int(positions.max())
         if most >= num + _FAR:
             # One position far away: not all before it.
             return self._compute(positions)
@@ -74,7 +77,8 @@ def begins_of(mask: Any, batch: int, length: int, each: int) -> np.ndarray | Non
 def positions_of(given: Any, batch: int, length: int, each: int) -> np.ndarray | None:
     """Return each row's position; `None` if they are of another form."""
     if given is None:
-        return np.tile(np.arange(length, length + each), batch)
+        one = np.arange(length, length + each)
+        return one if batch == 1 else np.tile(one, batch)
     if not isinstance(given, torch.Tensor) or given.dtype != torch.int64:
         return None
     if given.dim() == 3 and given.shape[0] in (1, 3, 4):

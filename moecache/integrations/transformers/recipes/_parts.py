@@ -1,8 +1,7 @@
 """Parts of recipes, read from modules: their weights where they lie."""
 
 from collections.abc import Mapping
-from itertools import chain, repeat
-from operator import attrgetter, contains, gt, is_
+from operator import gt
 from typing import Any
 
 import ml_dtypes
@@ -13,9 +12,9 @@ from torch import nn
 from moecache.decoding.recipe import FeedForward, Linear, Norm
 from moecache.integrations.transformers._fast import TYPES, FastLinear
 from moecache.integrations.transformers._native import _KIND, FORM, NativeLinear
+from moecache.integrations.transformers.recipes._watch import Watch, num_entries
 from moecache.kernels._kernels import Matrix
 
-_VERSION = attrgetter("_version")
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
     "SiLU": "silu",
@@ -45,24 +44,13 @@ class Weights:
     """
 
     def __init__(self) -> None:
-        # Lists beside each other: what a token looks at goes through functions in C.
-        self._holders: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._copied: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._watch = Watch()
         self._hooks: list[dict[Any, Any]] = []
         self._allowed: list[int] = []
         self._num_hooks = 0
-        self._modules: list[dict[str, Any]] = []
-        self._children: list[Any] = []
-        self._plain: list[dict[str, Any]] = []
-        self._numbered: list[dict[str, Any]] = []
-        self._number_names: list[str] = []
-        self._numbers: list[Any] = []
-        self._without: list[dict[str, Any]] = []
-        self._without_names: list[str] = []
+        # Of each module that has some, and how many they are together.
+        self._children: list[dict[Any, Any]] = []
+        self._num_children = 0
 
     def tensor(self, module: nn.Module, name: str) -> torch.Tensor:
         """Return a parameter or buffer of a module, and remember it.
@@ -78,52 +66,39 @@ class Weights:
             raise NoRecipeError(f"{name} of {type(module).__name__} is not in memory")
         if not found.is_contiguous():
             raise NoRecipeError(f"{name} of {type(module).__name__} is not contiguous")
-        self._holders.append(held)
-        self._names.append(name)
-        self._tensors.append(found)
-        self._addresses.append(found.data_ptr())
+        self._watch.holds(held, name, found)
+        self._watch.lies(found)
         return found
 
     def watched(self, module: nn.Module, name: str) -> None:
         """Remember a parameter or buffer, and the values that it has now."""
-        self._copied.append(self.tensor(module, name))
-        self._versions.append(self._copied[-1]._version)
+        self._watch.stays(self.tensor(module, name))
 
     def number(self, owner: Any, name: str) -> Any:
         """Return a plain value of a module or a config, and remember it."""
         held = vars(owner)
         if name in held:
-            self._numbered.append(held)
-            self._number_names.append(name)
-            self._numbers.append(held[name])
+            self._watch.equals(held, name, held[name])
         return getattr(owner, name)
 
     def bias(self, module: nn.Module) -> np.ndarray | None:
         """Return a module's bias; remember that there is none, if so."""
         if getattr(module, "bias", None) is not None:
             return self.values(module, "bias")
-        self._without.append(module._parameters)
-        self._without_names.append("bias")
+        self._watch.holds(module._parameters, "bias", None)
         return None
 
     def values(self, module: nn.Module, name: str) -> np.ndarray:
         """Return a parameter or buffer as an array over the same memory."""
-        found = self.tensor(module, name)
-        if found.dtype not in TYPES:
-            raise NoRecipeError(f"{name} of {type(module).__name__} is {found.dtype}")
-        plain = found.detach()
-        if found.dtype == torch.bfloat16:
-            array: np.ndarray = plain.view(torch.int16).numpy()
-            return array.view(ml_dtypes.bfloat16)
-        return plain.numpy()
+        return _array_of(module, name, self.tensor(module, name))
 
     def floats(self, module: nn.Module, name: str) -> np.ndarray:
         """Return a parameter or buffer as float32: a copy if it is of another dtype."""
-        array = self.values(module, name)
+        found = self.tensor(module, name)
+        array = _array_of(module, name, found)
         if array.dtype == np.float32:
             return array
-        self._copied.append(self._tensors[-1])
-        self._versions.append(self._tensors[-1]._version)
+        self._watch.stays(found)
         return array.astype(np.float32)
 
     def uses(self, module: nn.Module, num_hooks: int = 0) -> None:
@@ -138,41 +113,27 @@ class Weights:
             if _count(hooks) > allowed:
                 raise NoRecipeError(f"{type(module).__name__} has hooks")
             self._hooks.append(hooks)
+            self._watch.touches(hooks)
             self._allowed.append(allowed)
             self._num_hooks += len(hooks)
         if "forward" in module.__dict__:
             raise NoRecipeError(f"the forward of a {type(module).__name__} was replaced")
-        self._plain.append(module.__dict__)
+        self._watch.holds(module.__dict__, "forward", None)
         self.holds(module)
 
     def holds(self, module: nn.Module) -> None:
         """Remember a module's children."""
         if module._modules:
-            self._modules.append(module._modules)
-            self._children += module._modules.values()
+            self._children.append(module._modules)
+            self._num_children += len(module._modules)
+            for name, child in module._modules.items():
+                self._watch.holds(module._modules, name, child)
 
     def are_current(self) -> bool:
         """Return whether all of it is as it was."""
-        held = map(dict.get, self._holders, self._names)
-        if not all(map(is_, held, self._tensors)):
+        if not self._watch.are_current() or num_entries(self._children) != self._num_children:
             return False
-        if list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses:
-            return False
-        if list(map(_VERSION, self._copied)) != self._versions:
-            return False
-        if list(map(dict.get, self._numbered, self._number_names)) != self._numbers:
-            return False
-        without = map(dict.get, self._without, self._without_names)
-        if not all(map(is_, without, repeat(None))):
-            return False
-        if any(map(contains, self._plain, repeat("forward"))):
-            return False
-        children = chain.from_iterable(map(dict.values, self._modules))
-        if sum(map(len, self._modules)) != len(self._children):
-            return False
-        if not all(map(is_, children, self._children)):
-            return False
-        num_hooks = sum(map(len, self._hooks))
+        num_hooks = num_entries(self._hooks)
         if num_hooks > self._num_hooks:
             if any(map(gt, map(_count, self._hooks), self._allowed)):
                 return False
@@ -235,6 +196,17 @@ class Weights:
             self.linear(module, "down_proj"),
             activation,
         )
+
+
+def _array_of(module: nn.Module, name: str, found: torch.Tensor) -> np.ndarray:
+    """Return an array over the memory of a tensor of float32 or bfloat16."""
+    if found.dtype not in TYPES:
+        raise NoRecipeError(f"{name} of {type(module).__name__} is {found.dtype}")
+    plain = found.detach()
+    if found.dtype == torch.bfloat16:
+        array: np.ndarray = plain.view(torch.int16).numpy()
+        return array.view(ml_dtypes.bfloat16)
+    return plain.numpy()
 
 
 def _count(hooks: Mapping[Any, Any]) -> int:

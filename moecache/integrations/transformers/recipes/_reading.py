@@ -19,6 +19,7 @@ from moecache.decoding.recipe import (
     Router,
 )
 from moecache.integrations.transformers._places import STATIC_ROTARY
+from moecache.integrations.transformers.recipes._embedding import Embed, embedding_of
 from moecache.integrations.transformers.recipes._parts import (
     NoRecipeError,
     UnknownFamilyError,
@@ -44,15 +45,17 @@ class Reading:
     ----------
     recipe : Recipe
     weights : Weights
-    embedding, rotary : Module
-        What makes hidden states of tokens, and angles of positions.
+    embed : callable
+        Writes hidden states of tokens.
+    rotary : Module
+        Makes angles of positions.
     rotary_width : int
         Numbers of a head that these angles turn.
     """
 
     recipe: Recipe
     weights: Weights
-    embedding: nn.Module
+    embed: Embed
     rotary: nn.Module
     rotary_width: int
 
@@ -127,7 +130,8 @@ def read_recipe(
         float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
         float(weights.number(config, family.logits)) if family.logits else 1.0,
     )
-    return Reading(recipe, weights, inner.embed_tokens, inner.rotary_emb, reader.rotary_width)
+    embed = embedding_of(inner.embed_tokens, weights)
+    return Reading(recipe, weights, embed, inner.rotary_emb, reader.rotary_width)
 
 
 def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:

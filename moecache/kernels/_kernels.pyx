@@ -56,6 +56,7 @@ from moecache.kernels._products cimport (
     mc_share_from,
     mc_shared_bytes,
     mc_tiles_are_refused,
+    mc_use_level,
     mc_waking_bytes,
 )
 
@@ -86,6 +87,7 @@ _SCALES = {
 cdef const mc_level *_levels[MC_MAX_LEVELS]
 cdef int _num_levels = mc_levels(_levels)
 cdef const mc_level *_level = _levels[_num_levels - 1]
+mc_use_level(_level)
 cdef int _num_threads = 1
 pthread_atfork(NULL, NULL, mc_after_fork)
 
@@ -118,6 +120,7 @@ def use_level(str name):
     for i in range(_num_levels):
         if (<bytes>_levels[i].name).decode() == name:
             _level = _levels[i]
+            mc_use_level(_level)
             return
     raise ConfigError(f"level {name!r} is not one of {', '.join(levels())}")
 

@@ -28,6 +28,7 @@ cdef extern from "_products.h" nogil:
     void mc_share_from(int64_t shared_bytes, int64_t waking_bytes)
 
     int mc_levels(const mc_level **levels)
+    void mc_use_level(const mc_level *level)
     void mc_convert(
         const mc_level *level, const uint8_t *inputs, int given, int wanted,
         const mc_matrix *matrix, uint8_t *out

@@ -72,7 +72,7 @@ INLINE void mc_few_tiles(
                 at += mc_head_bytes(matrix);
             }
             for (int line = 0; line < 512; line += 64)
-                MC_FETCH(at + line);
+                MC_FETCH(at + line, 2);
             mc_pairs_of(at, sizes, weights[k % RING]);
             at += 512;
         }

@@ -42,7 +42,7 @@ INLINE __m512 mc_rows_bf16(
         int64_t k = 0;
 #pragma GCC unroll 4
         for (; k + 32 <= columns; k += 32) {
-            MC_FETCH(at + 2 * k);
+            MC_FETCH(at + 2 * k, 1);
             sum = mc_dp(sum, _mm512_loadu_si512(at + 2 * k), _mm512_loadu_si512(input + 2 * k));
         }
         if (tail)
@@ -179,7 +179,7 @@ INLINE void mc_few_dp(
                 block[t] = other[t] = _mm512_setzero_ps();
 #pragma GCC unroll 4
             for (int chunk = 0; chunk < 4; chunk++, at += 64) {
-                MC_FETCH(at);
+                MC_FETCH(at, num);
                 __m512i first, second;
                 mc_fp8_pairs(at, sizes, &first, &second);
                 int64_t column = k + 16 * half + 4 * chunk;

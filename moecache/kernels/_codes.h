@@ -76,7 +76,7 @@ INLINE void LEVEL(few)(
             group += pair * matrix->group;
         }
         for (int line = 0; line < MC_BLOCK * MC_TILE; line += 64)
-            MC_FETCH(at + line);
+            MC_FETCH(at + line, num);
         for (int half = 0; half < pair; half++) {
             vf block[PARTS][TOKENS] = {{{0}}};
             for (int i = half; i < half + 3 - pair; i++)

@@ -46,7 +46,7 @@ INLINE void LEVEL(row)(
     }
     for (; k + SIDES * LANES <= columns; k += SIDES * LANES) {
         for (int64_t line = 0; line < SIDES * LANES * bytes; line += 64)
-            MC_FETCH(row + k * bytes + line);
+            MC_FETCH(row + k * bytes + line, num);
         for (int side = 0; side < SIDES; side++)
             STEP(side, LEVEL(load))
     }

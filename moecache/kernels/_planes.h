@@ -181,7 +181,7 @@ INLINE void LEVEL(planes)(
         at += is_super ? 0 : head * (1 + (has_zeros | has_offsets));
         for (; k < end; k++) {
             for (int line = 0; line < block_bytes; line += 64)
-                MC_FETCH(at + line);
+                MC_FETCH(at + line, num);
             if (is_super) {
                 scales = at;
                 at += head * (1 + has_offsets);

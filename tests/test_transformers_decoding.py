@@ -253,6 +253,19 @@ def test_a_weight_that_is_replaced_is_read_again(model: Any) -> None:
     assert num_steps(model) == 4
 
 
+class Doubled(torch.nn.Embedding):  # type: ignore[misc]
+    """An embedding that somebody patched."""
+
+    def forward(self, given: Any) -> Any:
+        """Return rows twice as large."""
+        return 2 * super().forward(given)
+
+
+def _turn_layers(model: Any) -> None:
+    layers = model.model.layers._modules
+    layers["0"] = layers.pop("0")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -270,6 +283,11 @@ def test_a_weight_that_is_replaced_is_read_again(model: Any) -> None:
         lambda model: model.model.embed_tokens.weight.data.mul_(0.5),
         lambda model: setattr(model.model, "embed_tokens", torch.nn.Embedding(128, 48)),
         lambda model: setattr(model.model.embed_tokens, "max_norm", 0.1),
+        lambda model: setattr(
+            model.model.norm.weight, "data", 2 * model.model.norm.weight.data.clone()
+        ),
+        lambda model: setattr(model.model.embed_tokens, "__class__", Doubled),
+        _turn_layers,
         lambda model: setattr(model.model.norm, "forward", torch.zeros_like),
     ],
     ids=[
@@ -283,6 +301,9 @@ def test_a_weight_that_is_replaced_is_read_again(model: Any) -> None:
         "embedding in place",
         "other embedding",
         "embedding norm",
+        "data",
+        "embedding class",
+        "order",
         "forward",
     ],
 )
@@ -300,7 +321,8 @@ def test_what_changes_between_tokens_counts(model: Any, change: Any) -> None:
         input_ids=token, past_key_values=copy.deepcopy(cache), output_hidden_states=True
     ).logits
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
-    assert has_recipe == ("forward" not in model.model.norm.__dict__)
+    in_order = next(iter(model.model.layers)).self_attn.layer_idx == 0
+    assert has_recipe == ("forward" not in model.model.norm.__dict__ and in_order)
 
 
 def test_a_global_hook_sees_every_module(model: Any) -> None:

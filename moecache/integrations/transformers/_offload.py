@@ -202,8 +202,9 @@ class Offload(NotCopied):
         )
 
     def _note_counts(self) -> None:
-        if self.decoder is not None:
-            self.decoder.note_counts()
+        decoder = self.decoder  # another thread may close it
+        if decoder is not None:
+            decoder.note_counts()
 
     def _describe_decoding(self) -> str:
         way = self.tokens or self.decoder
@@ -284,10 +285,11 @@ class Offload(NotCopied):
         self._hook.remove()
         if self.tokens is not None:
             self.tokens.close()
-        self._note_counts()
         model, decoder, self.decoder = self._model(), self.decoder, None
         if model is not None and decoder is not None:
             uninstall(model)
+        if decoder is not None:
+            decoder.note_counts()
         for agreement in self._agreements:
             agreement.remove()
         slow_down(self._linears)

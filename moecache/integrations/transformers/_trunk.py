@@ -128,7 +128,8 @@ class TrunkWeight:
         # Where kernels read it: a core reads pages of 4 KiB by a tenth more slowly than huge ones.
         held = memory.lasting(values.size * self.dtype.itemsize)
         placed = torch.from_numpy(held).view(self.dtype).view(values.shape)
-        return partial(self._put, placed.copy_(as_tensor(np.ascontiguousarray(values))))
+        contiguous = np.ascontiguousarray(values).reshape(values.shape)
+        return partial(self._put, placed.copy_(as_tensor(contiguous)))
 
     def _keep(self, form: np.ndarray, name: str, shape: tuple[int, int]) -> None:
         self.module.__dict__.pop(self.leaf, None)

@@ -21,7 +21,8 @@ Embed = Callable[[list[int], np.ndarray], None]
 def embedding_of(module: nn.Module, weights: Weights) -> Embed:
     """Return what writes the hidden states that a module makes of tokens, to the same bits.
 
-    A table of numbers, or of rows in a format, is read without torch; any other module is called.
+    A table of numbers, or of rows in a format, is read without torch; any other module is called,
+    and so is one whose forward is another by then.
 
     Parameters
     ----------
@@ -30,26 +31,54 @@ def embedding_of(module: nn.Module, weights: Weights) -> Embed:
     weights : Weights
         Told what is read.
     """
-    any_module: Any = module
-    forward = type(module).forward
-    if forward is nn.Embedding.forward and any_module.max_norm is None:
-        weights.number(module, "max_norm")
-        if any_module.weight.dtype in (torch.float32, torch.bfloat16):
-            return _from_numbers(weights.values(module, "weight"))
-    if forward is NativeEmbedding.forward:
-        name, num, columns, dtype = weights.number(module, _KIND)
-        known = find_format(name)
-        if not isinstance(known, StackedFormat) and known.form is not None:
-            raw = weights.tensor(module, FORM).numpy().reshape(num, -1)
-            made = tiler(name, 1, columns)
-            if isinstance(made, Tiler) and dtype in (torch.float32, torch.bfloat16):
-                form = np.empty(known.form.nbytes(1, columns), np.uint8)
-                try:
-                    matrix = Matrix(form.ctypes.data, name, 1, columns, None, form)
-                except ConfigError:  # no kernel of this level
-                    return _from_module(module)
-                return _from_rows(raw, made, form, matrix, is_rounded=dtype == torch.bfloat16)
-    return _from_module(module)
+    forward, call = type(module).forward, _from_module(module)
+    if forward is nn.Embedding.forward:
+        table = _table_of(module, weights)
+    elif forward is NativeEmbedding.forward:
+        table = _rows_of(module, weights)
+    else:
+        table = None
+    if table is None:
+        return call
+    read = table
+
+    def embed(ids: list[int], out: np.ndarray) -> None:
+        (read if type(module).forward is forward else call)(ids, out)
+
+    return embed
+
+
+def _table_of(module: Any, weights: Weights) -> Embed | None:
+    """Return what reads an embedding's numbers; `None` if they are no plain ones."""
+    weight = module._parameters.get("weight")
+    if (
+        module.max_norm is not None
+        or type(weight) not in (torch.Tensor, nn.Parameter)
+        or weight.dtype not in (torch.float32, torch.bfloat16)
+        or not weight.is_contiguous()
+    ):
+        return None
+    weights.number(module, "max_norm")
+    return _from_numbers(weights.values(module, "weight"))
+
+
+def _rows_of(module: Any, weights: Weights) -> Embed | None:
+    """Return what reads rows in a format; `None` if it takes other code than a kernel's."""
+    name, num, columns, dtype = module.__dict__[_KIND]
+    known = find_format(name)
+    if isinstance(known, StackedFormat) or known.form is None:
+        return None
+    made = tiler(name, 1, columns)
+    if not isinstance(made, Tiler) or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    form = np.empty(known.form.nbytes(1, columns), np.uint8)
+    try:
+        matrix = Matrix(form.ctypes.data, name, 1, columns, None, form)
+    except ConfigError:  # this level has no kernel for it
+        return None
+    weights.number(module, _KIND)
+    raw = weights.tensor(module, FORM).numpy().reshape(num, -1)
+    return _from_rows(raw, made, form, matrix, is_rounded=dtype == torch.bfloat16)
 
 
 def _from_numbers(table: np.ndarray) -> Embed:
@@ -92,4 +121,4 @@ def _from_module(module: nn.Module) -> Embed:
 def _check(ids: list[int], num: int) -> None:
     for token in ids:
         if not 0 <= token < num:
-            raise IndexError(f"token {token} is not one of {num}")
+            raise IndexError(f"token {token} is not one of {num}: it is of another tokenizer")

@@ -48,9 +48,6 @@ class Weights:
         self._hooks: list[dict[Any, Any]] = []
         self._allowed: list[int] = []
         self._num_hooks = 0
-        # Of each module that has some, and how many they are together.
-        self._children: list[dict[Any, Any]] = []
-        self._num_children = 0
 
     def tensor(self, module: nn.Module, name: str) -> torch.Tensor:
         """Return a parameter or buffer of a module, and remember it.
@@ -118,20 +115,17 @@ class Weights:
             self._num_hooks += len(hooks)
         if "forward" in module.__dict__:
             raise NoRecipeError(f"the forward of a {type(module).__name__} was replaced")
-        self._watch.holds(module.__dict__, "forward", None)
+        self._watch.lacks(module.__dict__, "forward")
         self.holds(module)
 
     def holds(self, module: nn.Module) -> None:
         """Remember a module's children."""
         if module._modules:
-            self._children.append(module._modules)
-            self._num_children += len(module._modules)
-            for name, child in module._modules.items():
-                self._watch.holds(module._modules, name, child)
+            self._watch.keeps(module._modules)
 
     def are_current(self) -> bool:
         """Return whether all of it is as it was."""
-        if not self._watch.are_current() or num_entries(self._children) != self._num_children:
+        if not self._watch.are_current():
             return False
         num_hooks = num_entries(self._hooks)
         if num_hooks > self._num_hooks:

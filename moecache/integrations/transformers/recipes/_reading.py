@@ -117,10 +117,12 @@ def read_recipe(
     for name in _SEEN:
         if hasattr(config, name):
             weights.number(config, name)
-    for layer in inner.layers:
+    for index, layer in enumerate(inner.layers):
         missing = [name for name in _PARTS if not hasattr(layer, name)]
         if missing:
             raise UnknownFamilyError(f"{type(layer).__name__} has no {', '.join(missing)}")
+        if weights.number(layer.self_attn, "layer_idx") != index:
+            raise NoRecipeError("its layers stand in another order than in its cache")
     layers = tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers))
     recipe = Recipe(
         config.hidden_size,

@@ -1,7 +1,7 @@
 """Watch: whether a model's objects are still those that were read."""
 
 cimport cython
-from cpython.dict cimport PyDict_GetItemWithError, PyDict_Size
+from cpython.dict cimport PyDict_GetItemWithError, PyDict_Next, PyDict_Size
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport Py_EQ, PyObject, PyObject_RichCompareBool
 from cpython.array cimport array
@@ -33,6 +33,9 @@ cdef extern from *:
     void mc_touch_table(PyObject *one) noexcept nogil
 
 
+cdef object _NOTHING = object()
+
+
 @cython.final
 cdef class Watch:
     """Objects in dictionaries, and tensors, to see whether they are as they were.
@@ -43,6 +46,8 @@ cdef class Watch:
 
     # Lists beside each other: of each entry its dictionary, its name, and what it held.
     cdef list _holders, _names, _held
+    # Of dictionaries whose entries all stay, in their order: what they held, one after the other.
+    cdef list _whole, _members
     cdef list _values_in, _value_names, _values
     cdef list _tensors, _counted, _versions
     cdef array _addresses
@@ -53,6 +58,7 @@ cdef class Watch:
 
     def __cinit__(self):
         self._holders, self._names, self._held = [], [], []
+        self._whole, self._members = [], []
         self._values_in, self._value_names, self._values = [], [], []
         self._tensors, self._counted, self._versions = [], [], []
         self._addresses, self._lines = new_array("Q"), new_array("Q")
@@ -64,6 +70,16 @@ cdef class Watch:
         self._holders.append(holder)
         self._names.append(name)
         self._held.append(held)
+
+    def lacks(self, holder not None, str name not None):
+        """Expect that there is no such entry."""
+        self.holds(holder, name, _NOTHING)
+
+    def keeps(self, holder not None):
+        """Expect all entries to be the objects that they are, in the same order."""
+        self.touches(holder)
+        self._whole.append(holder)
+        self._members.extend(holder.values())
 
     def equals(self, holder not None, str name not None, value):
         """Expect an entry to be equal to a value."""
@@ -94,16 +110,31 @@ cdef class Watch:
     def are_current(self):
         """Return whether all of it is as it was."""
         self._touch()
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, place, member = 0
         cdef PyObject *found
+        cdef PyObject *held
+        cdef PyObject *name
         for i in range(PyList_GET_SIZE(self._holders)):
             found = PyDict_GetItemWithError(
                 <object>PyList_GET_ITEM(self._holders, i), <object>PyList_GET_ITEM(self._names, i)
             )
-            if found != PyList_GET_ITEM(self._held, i) and (
-                found != NULL or PyList_GET_ITEM(self._held, i) != <PyObject *>None
+            held = PyList_GET_ITEM(self._held, i)
+            if found != held and (
+                found != NULL or (held != <PyObject *>None and held != <PyObject *>_NOTHING)
             ):
                 return False
+        for i in range(PyList_GET_SIZE(self._whole)):
+            place = 0
+            while PyDict_Next(
+                <object>PyList_GET_ITEM(self._whole, i), &place, &name, &found
+            ):
+                if member >= PyList_GET_SIZE(self._members) or (
+                    found != PyList_GET_ITEM(self._members, member)
+                ):
+                    return False
+                member += 1
+        if member != PyList_GET_SIZE(self._members):
+            return False
         address = torch.Tensor.data_ptr
         for i in range(PyList_GET_SIZE(self._tensors)):
             if <unsigned long long>address(self._tensors[i]) != (

@@ -92,8 +92,8 @@ class PrefixCache:
         self._root = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
         self._files = None if directory is None else PageFiles(directory, max_disk_bytes)
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
-        # The name of a page's beginning -> the name of the page in memory that has it.
-        self._longer: dict[bytes, bytes] = {}
+        # The name of a page's beginning -> the names of the pages in memory that have it.
+        self._longer: dict[bytes, list[bytes]] = {}
         self._parts: dict[bytes, list[bytes]] = {}
         self._nbytes = 0
         self._hit_tokens = self._asked_tokens = 0
@@ -129,7 +129,7 @@ class PrefixCache:
                 page = self._get(name, num)
                 if page is not None:
                     found.append(page)
-                    names.append(self._longer.get(name, name))
+                    names.append(self._longest(name))
                     break
         with self._lock:
             # The last page is the first to be forgotten.
@@ -235,7 +235,7 @@ class PrefixCache:
     def _get(self, name: bytes, num: int | None = None) -> Page | None:
         """Return a page, or the beginning of one, of so many positions."""
         with self._lock:
-            page = self._pages.get(self._longer.get(name, name))
+            page = self._pages.get(self._longest(name))
         if page is None and self._files is not None:
             page = self._files.read(name.hex())
             if page is not None:
@@ -252,7 +252,11 @@ class PrefixCache:
             self._parts[name] = [*parts]
             for part in parts:
                 self._remove(part)
-                self._longer[part] = name
+                self._longer.setdefault(part, []).append(name)
+
+    def _longest(self, name: bytes) -> bytes:
+        """Return the name of a page in memory that has this one, or begins with it."""
+        return self._longer.get(name, [name])[-1]
 
     def _remove(self, name: bytes) -> None:
         page = self._pages.pop(name, None)
@@ -260,8 +264,11 @@ class PrefixCache:
             return
         self._nbytes -= _nbytes(page)
         for part in self._parts.pop(name):
-            if self._longer.get(part) == name:
-                del self._longer[part]
+            others = self._longer.get(part, [])
+            if name in others:
+                others.remove(name)
+                if not others:
+                    del self._longer[part]
 
     def _forget(self) -> None:
         while self._nbytes > self.max_bytes and self._pages:

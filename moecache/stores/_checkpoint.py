@@ -12,7 +12,7 @@ from moecache.stores._paths import is_directory, is_file, status_of
 
 INDEX_NAME = "model.safetensors.index.json"
 # The families' names for the number of experts per token.
-_TOP_K_NAMES = (
+TOP_K_NAMES = (
     "num_experts_per_tok",
     "num_experts_per_token",
     "moe_topk",
@@ -117,7 +117,7 @@ def find_top_k(config: dict[str, Any]) -> int:
     """Return the experts per token that a configuration says, 0 if it does not."""
     # Models with several modalities keep the decoder's figures one level down.
     for level in (config, config.get("text_config"), config.get("ffn_config")):
-        for name in _TOP_K_NAMES:
+        for name in TOP_K_NAMES:
             value = level.get(name) if isinstance(level, dict) else None
             # A list has a number for each layer.
             values = value if isinstance(value, list) else [value]

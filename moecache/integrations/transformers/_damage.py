@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 
 from moecache.errors import FormatError, MissingDependencyError, MoeCacheError, StoreError
+from moecache.stores._checkpoint import TOP_K_NAMES
 from moecache.stores._header import MAX_LAYERS
 
 # The files of a model that `from_pretrained` reads.
@@ -130,12 +131,18 @@ _MOST_VALUE = 3.38e38
 def check_sizes(path: str | os.PathLike[str], config: dict[str, Any]) -> None:
     """Raise a FormatError for more layers than any model has, which would be built for hours.
 
-    So is a number beyond bfloat16, where torch would fail once a token is computed.
+    So is a number beyond bfloat16, and of experts for a token one below zero, where torch would
+    fail once a token is computed.
     """
     for name, value in _numbers(config, ""):
         if _MOST_VALUE < abs(value) < math.inf:
             raise FormatError(
                 f"{Path(path) / 'config.json'}: {name} is {str(value)[:20]}; no weight is so large"
+            )
+        if value < 0 and name.rpartition(".")[2] in TOP_K_NAMES:
+            raise FormatError(
+                f"{Path(path) / 'config.json'}: {name} is {str(value)[:20]}; a token goes to one "
+                "expert at least"
             )
         most = _MOST_LABELS if name.endswith("labels") else MAX_LAYERS
         if value > most and _SIZES.search(name):

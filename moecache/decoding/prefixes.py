@@ -129,11 +129,11 @@ class PrefixCache:
                 page = self._get(name, num)
                 if page is not None:
                     found.append(page)
-                    names.append(self._longest(name))
+                    names.append(name)
                     break
         with self._lock:
             # The last page is the first to be forgotten.
-            for name in reversed(names):
+            for name in map(self._longest, reversed(names)):
                 if name in self._pages:
                     self._pages.move_to_end(name)
             self._hit_tokens += sum(map(num_positions, found))
@@ -255,7 +255,7 @@ class PrefixCache:
                 self._longer.setdefault(part, []).append(name)
 
     def _longest(self, name: bytes) -> bytes:
-        """Return the name of a page in memory that has this one, or begins with it."""
+        """Return the name of a page in memory that begins with this one, else its own; locked."""
         return self._longer.get(name, [name])[-1]
 
     def _remove(self, name: bytes) -> None:

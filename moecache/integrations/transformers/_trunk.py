@@ -125,11 +125,13 @@ class TrunkWeight:
             arrays = [store.read_tensor(name).astype(np.float32) for name in names]
             values = self.source.undo(arrays) if self.source.undo else np.concatenate(arrays)
             values = values if rows is None else values[rows]
-        # Where kernels read it: a core reads pages of 4 KiB by a tenth more slowly than huge ones.
-        held = memory.lasting(values.size * self.dtype.itemsize)
-        placed = torch.from_numpy(held).view(self.dtype).view(values.shape)
-        contiguous = np.ascontiguousarray(values).reshape(values.shape)
-        return partial(self._put, placed.copy_(as_tensor(contiguous)))
+        found = as_tensor(np.ascontiguousarray(values))
+        if found.dtype == self.dtype:
+            return partial(self._put, found)
+        # A core reads pages of 4 KiB by a tenth more slowly than huge ones.
+        held = memory.lasting(found.numel() * self.dtype.itemsize)
+        placed = torch.from_numpy(held).view(self.dtype).view(found.shape)
+        return partial(self._put, placed.copy_(found))
 
     def _keep(self, form: np.ndarray, name: str, shape: tuple[int, int]) -> None:
         self.module.__dict__.pop(self.leaf, None)

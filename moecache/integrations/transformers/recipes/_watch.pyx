@@ -40,8 +40,8 @@ cdef object _NOTHING = object()
 cdef class Watch:
     """Objects in dictionaries, and tensors, to see whether they are as they were.
 
-    A model's weights are between a token's and the next, so what is looked at has left every
-    cache: all of it is asked for at once, and then looked at.
+    Between two tokens all of a model's weights are read, so what is looked at has left the
+    processor's caches: all of it is asked for at once, and then looked at.
     """
 
     # Lists beside each other: of each entry its dictionary, its name, and what it held.

@@ -105,6 +105,7 @@ def test_a_damaged_file_is_read_or_refused(
         ("config.json", {"hidden_act": "none"}, r"config\.json: .*hidden_act='none'.*KeyError"),
         ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; no model"),
         ("config.json", {"num_experts_per_tok": -1}, "num_experts_per_tok is -1; a token goes to"),
+        ("config.json", {"num_experts_per_tok": [2, -1]}, "num_experts_per_tok is -1; a token"),
         ("config.json", {"num_labels": 10**9}, "num_labels is 1000000000; no model"),
         ("config.json", {"vocab_size": 10**9}, r"embed_tokens\.weight is \[.*wants \[1000000000, "),
         (

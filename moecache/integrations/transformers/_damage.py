@@ -207,6 +207,8 @@ def _numbers(level: dict[str, Any], path: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(value, name)
         elif isinstance(value, int | float):
             yield name, value
+        elif isinstance(value, list) and key in TOP_K_NAMES:  # a number for each layer
+            yield from ((name, one) for one in value if isinstance(one, int | float))
 
 
 def _is_ours(traceback: TracebackType) -> bool:

@@ -160,11 +160,38 @@ def test_a_role_is_filled_as_soon_as_it_is_there(
         thread.join(10)
 
 
+@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_wrong_scale_is_told_of_whatever_comes_last(
+    experts: Experts, tmp_path: Path, engine: str, num_threads: int
+) -> None:
+    """A role that is not filled may arrive after one that was, and was found to be wrong."""
+    path, num_behind = tmp_path / "wrong", 300_000
+    path.write_bytes(experts.raw[-1].tobytes() + bytes(num_behind))
+    descriptor = open_descriptor(path)
+    try:
+        reader = Reader([descriptor], engine=engine, piece_bytes=8192)
+    except OSError:
+        pytest.skip("this kernel refuses io_uring")
+    threads = _serve(reader, num_threads)
+    for _ in range(10):
+        owner, runs, parts, fills = experts.load(0)
+        both = (*runs, (0, NBYTES, (("plain", 0, num_behind),)))
+        reader.submit([(owner, both, {**parts, "plain": np.zeros(num_behind, np.uint8)}, fills)])
+        ((_, error),) = _take(reader, 1)
+        assert error is not None
+        assert error[0] == errno.EILSEQ
+    reader.close()
+    for thread in threads:
+        thread.join(10)
+    os.close(descriptor)
+
+
 @pytest.mark.parametrize("closes_early", [False, True])
 def test_kernels_get_their_processors_back(
     reader: Reader, experts: Experts, closes_early: bool
 ) -> None:
-    """A thread that copies is counted as long as it has something to do."""
+    """A thread that copies what is cached is counted, and no longer once it sleeps."""
     threads = _serve(reader, 1)
     for _ in range(20):
         reader.submit([experts.load(expert) for expert in range(EXPERTS - 1)])
@@ -181,7 +208,7 @@ def test_kernels_get_their_processors_back(
 
 
 @pytest.mark.parametrize("num_threads", [0, 1])
-def test_a_failed_read_leaves_its_slot_alone(
+def test_a_failed_read_leaves_its_role_alone(
     reader: Reader, experts: Experts, num_threads: int
 ) -> None:
     """The others of the same call arrive; a wrong scale is told of, and only of its expert."""

@@ -123,14 +123,17 @@ def test_a_failing_read_leaves_every_cache_as_it_was(
     assert [cache.get_seq_length() for cache in caches] == [n + 1 for n in LENGTHS]
 
 
-def test_a_policy_is_told_whose_row_is_whose(model: Any, tmp_path: Path) -> None:
-    """By a name that a sequence keeps, whichever others there are."""
-    caches = [read(model, ids) for ids in prompts()]
-    step = model.moecache.decoder.step_together
-    with model.moecache.runtime.record_trace(tmp_path / "trace.npz") as recording:
-        for rows in ((0, 1, 2), (2, 0), (3, 2)):
-            step([token(row, 0) for row in rows], [caches[row] for row in rows])
-    assert recording.trace.sequence.tolist() == [0, 1, 2, 2, 0, 3, 2]
+@pytest.mark.parametrize("memory", ["25%", "100%"])
+def test_a_policy_is_told_whose_row_is_whose(qwen3_moe: Path, tmp_path: Path, memory: str) -> None:
+    """By a name that a sequence keeps, whichever others there are, resident or not."""
+    model = load_in_slots(qwen3_moe, memory, compute="fast")
+    with model.moecache, torch.no_grad():
+        caches = [read(model, ids) for ids in prompts()]
+        step = model.moecache.decoder.step_together
+        with model.moecache.runtime.record_trace(tmp_path / "trace.npz") as recording:
+            for rows in ((0, 1, 2), (2, 0), (1,), (3, 2), (2,)):
+                step([token(row, 0) for row in rows], [caches[row] for row in rows])
+        assert recording.trace.sequence.tolist() == [0, 1, 2, 2, 0, 1, 3, 2, 2]
 
 
 def test_resident_steps_of_several_rows_are_counted_as_those_of_the_modules(

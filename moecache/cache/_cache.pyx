@@ -942,19 +942,20 @@ cdef class ExpertCache:
         self.use_hits(layer, ids, wide, n, True)
 
     cdef bint lease_resident(
-        self, int layer, const int32_t* ids, Py_ssize_t n, int32_t* out
+        self, int layer, const int32_t* ids, Py_ssize_t n, const int32_t* name, int32_t* out
     ) except -1:
         """Do what `acquire` does for one token if all of its experts are resident; else nothing.
 
+        The token is of the sequence with this name, or of the only one if there is none.
         For compiled code that has the layer's number checked and calls `end_leases` afterwards.
         Policies written in Python are asked by `acquire` alone.
         """
         with cython.critical_section(self):
             if self.scripted or self.count_missing(layer, ids, False, n, n, False):
                 return False
-            self.part(layer).begin_step(layer, ids, False, 1, n, NULL)
+            self.part(layer).begin_step(layer, ids, False, 1, n, name)
             if self.route_log is not None:
-                self.route_log.append(layer, ids, False, 1, n, False, NULL)
+                self.route_log.append(layer, ids, False, 1, n, False, name)
             self.lease_hits(layer, ids, False, n, out)
             return True
 

@@ -1083,11 +1083,14 @@ cdef class Program:
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
         cdef int64_t pairs[512]
         cdef int64_t k = self.top_k, began, i
-        if k > 512 or not self.cache.lease_resident(layer.number, ids, k, slots):
+        cdef const int32_t *name = NULL
+        if self.sequences is not None:
+            name = <const int32_t *>cnp.PyArray_DATA(self.sequences)
+        if k > 512 or not self.cache.lease_resident(layer.number, ids, k, name, slots):
             return False
         try:
             if self.observe is not None:
-                self.observe(layer.number, self.ids[:1], None)
+                self.observe(layer.number, self.ids[:1], self.sequences)
             began = now_ns()
             for i in range(k):
                 pairs[i] = i

@@ -58,8 +58,8 @@ static struct {
     .left = PTHREAD_COND_INITIALIZER,
 };
 
-/* Threads of this process that need a processor for something else: they copy experts, and bring them into
- * compute form. A worker that shared a processor with one would be waited for. */
+/* Threads of this process that need a processor for something else: they copy experts out of the page cache,
+ * and bring them into compute form. A worker that shared a processor with one would be waited for. */
 static int mc_num_beside;
 
 static inline void mc_note_beside(int change)

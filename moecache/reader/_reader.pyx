@@ -153,7 +153,7 @@ cdef class Reader:
     cdef int _num_to_fill  # experts with fills that are not done
     cdef int _num_tried  # pending pieces that a thread is to copy out of the page cache
     cdef int _num_fillers  # threads that serve, and fill
-    cdef bint _is_noted  # one of them needs a processor, and the kernels were told
+    cdef bint _is_noted  # one of them copies what is cached, and the kernels were told
     cdef int _num_inside
     cdef bint _reaping  # a thread waits in the kernel, or is about to
     cdef bint _reaper_serves  # it waits for no load
@@ -659,7 +659,7 @@ cdef class Reader:
         pthread_cond_broadcast(&self._done)
 
     cdef void _note_beside(self, bint is_needed) noexcept nogil:
-        """Have the kernels leave a processor to the thread that serves, or take it back."""
+        """Have the kernels leave a processor to the thread that copies and fills, or take it back."""
         if is_needed != self._is_noted:
             self._is_noted = is_needed
             note_beside(1 if is_needed else -1)
@@ -951,9 +951,6 @@ cdef class Reader:
             return
         fill.is_queued = True
         fill.load.num_to_fill += fill.num
-        if self._num_fillers and (fill.num > 1 or self._unfilled != NULL):
-            # More than one thread can do: a caller that waits, too.
-            pthread_cond_broadcast(&self._done)
         fill.next = NULL
         self._unfilled_end[0] = fill
         self._unfilled_end = &fill.next
@@ -990,15 +987,16 @@ cdef class Reader:
         load.num_to_fill -= 1
         if load.num_to_fill or load.num_missing:
             return
-        if load.is_wrong and load.error == 0:
-            load.error = EILSEQ
         self._finish(load)
         pthread_cond_broadcast(&self._done)
+        self._wake_reaper()
+
+    cdef void _wake_reaper(self) noexcept nogil:
+        """Have a caller that waits in the kernel look: what was finished may be its expert."""
         if (
             self._reaping and not self._reaper_serves and not self._closed
             and not mc_ring_is_full(&self._ring)
         ):
-            # A thread that waits in the kernel may wait for this expert.
             mc_ring_push_nothing(&self._ring)
             self._hand_over()
 
@@ -1026,6 +1024,8 @@ cdef class Reader:
         if result != -EAGAIN:
             if self._judge(piece, result):
                 self._account(piece)
+                if self._finished != NULL:
+                    self._wake_reaper()
         elif self._closed:
             piece.error = ECANCELED
             self._account(piece)
@@ -1036,6 +1036,8 @@ cdef class Reader:
 
     cdef void _finish(self, Request *load) noexcept nogil:
         self._num_to_fill -= load.num_fills > 0
+        if load.is_wrong and load.error == 0:
+            load.error = EILSEQ
         load.next = NULL
         self._finished_end[0] = load
         self._finished_end = &load.next
@@ -1098,13 +1100,13 @@ cdef class Reader:
         ):
             self._try()
             return True
+        if is_serving:
+            self._note_beside(False)
         if self._reaping or self._in_kernel == 0:
             # Another thread waits in the kernel, or has the last reads in its hands.
             mc_wait(&self._done, &self._mutex, timeout)
             return True
         self._reaping, self._reaper_serves = True, is_serving
-        if is_serving:
-            self._note_beside(False)
         pthread_mutex_unlock(&self._mutex)
         error = mc_ring_enter(&self._ring, True, timeout)
         pthread_mutex_lock(&self._mutex)

@@ -108,7 +108,11 @@ class StepSource:
                 self._look_at_pins()
 
     def compute_token(
-        self, layer: int, ids: np.ndarray, compute: Callable[[np.ndarray, list[int]], object]
+        self,
+        layer: int,
+        ids: np.ndarray,
+        compute: Callable[[np.ndarray, list[int]], object],
+        sequences: npt.ArrayLike | None = None,
     ) -> None:
         """Have a token's experts computed as they arrive; see `steps.compute_token`.
 
@@ -117,7 +121,13 @@ class StepSource:
         self.check_usable()
         try:
             steps.compute_token(
-                self._loader, self._cache, layer, ids, compute, observe=self._observe
+                self._loader,
+                self._cache,
+                layer,
+                ids,
+                compute,
+                observe=self._observe,
+                sequences=sequences,
             )
         finally:
             if not self.closed:

@@ -189,6 +189,7 @@ def compute_token(
     compute: Callable[[np.ndarray, list[int]], object],
     *,
     observe: Observe | None = None,
+    sequences: npt.ArrayLike | None = None,
 ) -> None:
     """Have a token's experts computed: those that are resident, then each as it arrives.
 
@@ -202,13 +203,15 @@ def compute_token(
         Called with the slot of each id, int32 [top_k], and a list of the places whose experts are
         to be computed, in each call others.
     observe : callable, optional
+    sequences : array of int, shape [1], optional
+        Which sequence the token is of, where there are several.
     """
-    step = Step(layer, ids, cache.num_experts, share=cache.num_experts)
+    step = Step(layer, ids, cache.num_experts, share=cache.num_experts, sequences=sequences)
     guard = loader.guard(step)
     try:
         loader.acquire(step)
         if observe is not None:
-            observe(layer, ids, None)
+            observe(layer, ids, sequences)
         if not loader.compute_token(step, compute):
             _compute_waves(loader, step, compute)
     finally:

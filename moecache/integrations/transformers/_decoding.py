@@ -388,7 +388,7 @@ class Decoder:
         layer = self._layers[number]
         kernel = layer.kernel
         assert isinstance(kernel, SlotKernel)
-        if num_rows == 1 and layer.ranks is None and self._sequences is None:
+        if num_rows == 1 and layer.ranks is None:
             self._compute_token(number, program, kernel)
             layer.num_products += program.ids.shape[1]
             return
@@ -408,7 +408,7 @@ class Decoder:
         def compute(slots: np.ndarray, places: list[int]) -> None:
             kernel.count(len(places), program.compute(slots, places))
 
-        self._runtime.steps.compute_token(number, program.ids[:1], compute)
+        self._runtime.steps.compute_token(number, program.ids[:1], compute, self._sequences)
 
     def _observer(self, program: Program) -> Observe | None:
         """Return what is told of resident steps; nothing is where nothing more can be read."""

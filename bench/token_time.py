@@ -144,6 +144,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memories", nargs="*", default=["25%"], help="fewer slots (25%%)")
     parser.add_argument("--tokens", type=int, default=120, help="per round and contestant (120)")
     arguments = begin(parser, argv, rounds=5)
+    if min(arguments.rounds, arguments.tokens) < 1:
+        parser.error("--rounds and --tokens must be 1 or more")
+    if {"100%", *arguments.memories} - {"100%"} != set(arguments.memories):
+        parser.error("--memories are less than 100%, which is always measured")
     import torch
 
     from moecache.integrations.transformers import load
@@ -158,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     full.have_all_resident()
     num = PROMPT + 20 + arguments.tokens
     tokens = np.random.default_rng(0).integers(5, min(200, full.vocabulary), num).tolist()
-    fewer = [opened(memory) for memory in arguments.memories]
+    fewer = [opened(memory) for memory in dict.fromkeys(arguments.memories)]
     around: list[dict[str, float]] = []
     taken: dict[str, list[dict[str, float]]] = {one.memory: [] for one in (full, *fewer)}
     for number in range(arguments.rounds + 1):

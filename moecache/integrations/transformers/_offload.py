@@ -298,7 +298,8 @@ class Offload(NotCopied):
             # A runtime that goes on guesses as before; another model's guesses are let alone.
             predictor, mode = self._before
             ours = self.runtime.predictor is self._look_ahead
-            if ours and predictor is not None and not self.runtime.closed:
+            is_over = self.runtime.closed or self.runtime.steps.is_forked
+            if ours and predictor is not None and not is_over:
                 self.runtime.use_predictor(predictor, mode)
         for binding in self._bindings:
             binding.module.__dict__.pop(LAYER, None)

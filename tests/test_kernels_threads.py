@@ -1,6 +1,5 @@
 """The kernels' threads: shared by all callers, absent after a fork, no hindrance at the end."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -240,14 +239,3 @@ def test_a_wait_of_two_items_is_no_sign_of_a_busy_machine(
 ) -> None:
     """Else the threads of long products would be given up."""
     assert _kernels.is_late(waited_us * 1000, own_us * 1000, own_items) is late
-
-
-def test_threads_that_copy_get_processors() -> None:
-    """A job has as many threads as there are processors left, one at least."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert usable is not None
-    for num_threads in (1, 2, usable, usable + 1):
-        assert _kernels.threads_left(num_threads, 0) == num_threads
-        for beside in (1, 2, usable, 3 * usable):
-            left = _kernels.threads_left(num_threads, beside)
-            assert left == max(1, min(num_threads, usable - beside))

@@ -45,7 +45,6 @@ cdef class Tiler:
 
 
 cdef const mc_level *level_in_use() noexcept nogil
-cdef void note_beside(int change) noexcept nogil
 cdef void convert(
     const uint8_t *given, int given_type, int wanted, const mc_matrix *matrix, uint8_t *out
 ) noexcept nogil

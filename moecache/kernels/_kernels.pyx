@@ -50,14 +50,11 @@ from moecache.kernels._products cimport (
     mc_expansion,
     mc_is_late,
     mc_levels,
-    mc_note_beside,
     mc_now_ns,
-    mc_num_beside,
     mc_products,
     mc_share,
     mc_share_from,
     mc_shared_bytes,
-    mc_threads_left,
     mc_tiles_are_refused,
     mc_use_level,
     mc_waking_bytes,
@@ -163,23 +160,8 @@ def share_from(int64_t shared_bytes, int64_t waking_bytes):
     return before
 
 
-def num_beside():
-    """Return how many threads need a processor beside those that compute; for tests."""
-    return mc_num_beside
-
-
-def threads_left(int num_threads, int num_beside):
-    """Return how many threads compute beside so many others, which need processors; for tests."""
-    return mc_threads_left(num_threads, num_beside)
-
-
 cdef const mc_level *level_in_use() noexcept nogil:
     return _level
-
-
-cdef void note_beside(int change) noexcept nogil:
-    """Note that so many threads more, or fewer, need a processor for other work."""
-    mc_note_beside(change)
 
 
 cdef void convert(

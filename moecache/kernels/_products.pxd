@@ -50,9 +50,6 @@ cdef extern from "_products.h" nogil:
     void mc_compute_experts(mc_experts *experts, int num_threads)
     void mc_combine(mc_sum *sum, int num_threads)
     void mc_share(int num_threads, mc_work work, void *job, int64_t num_items, int64_t bytes)
-    void mc_note_beside(int change)
-    int mc_num_beside
-    int mc_threads_left(int num_threads, int num_beside)
     int64_t mc_now_ns()
     void mc_after_fork() noexcept
     int mc_is_late(int64_t waited_ns, int64_t own_ns, int64_t own_items)

@@ -7,12 +7,10 @@
 #include "_jobs.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #define MC_MAX_THREADS 256
 /* The time that a thread looks at a counter before it sleeps, and how often it looks at the clock meanwhile:
@@ -57,32 +55,6 @@ static struct {
     .wake = PTHREAD_COND_INITIALIZER,
     .left = PTHREAD_COND_INITIALIZER,
 };
-
-/* Threads of this process that need a processor for something else: they copy experts out of the page cache,
- * and bring them into compute form. A worker that shared a processor with one would be waited for. */
-static int mc_num_beside;
-
-static inline void mc_note_beside(int change)
-{
-    __atomic_add_fetch(&mc_num_beside, change, __ATOMIC_RELAXED);
-}
-
-/* The threads that a job has, of as many as it may have, beside so many others. */
-static int mc_threads_left(int num_threads, int num_beside)
-{
-    int left;
-    if (num_beside <= 0 || num_threads < 2)
-        return num_threads;
-#ifdef __linux__
-    cpu_set_t usable;
-    if (sched_getaffinity(0, sizeof usable, &usable))
-        return num_threads;
-    left = CPU_COUNT(&usable) - num_beside;
-#else
-    left = (int)sysconf(_SC_NPROCESSORS_ONLN) - num_beside;
-#endif
-    return left < 1 ? 1 : left < num_threads ? left : num_threads;
-}
 
 /* What a thread does when there are no more items, or NULL. */
 static void (*mc_after_items)(void);
@@ -182,7 +154,6 @@ static void mc_after_fork(void)
     pthread_cond_init(&mc_pool.left, NULL);
     mc_pool.num_workers = mc_pool.num_awake = mc_pool.num_wanted = mc_pool.num_joined = 0;
     mc_pool.alone_until_ns = mc_pool.alone_ns = 0;
-    mc_num_beside = 0;
 }
 
 static void mc_start_workers(int num)
@@ -226,7 +197,6 @@ static void mc_share_as_set(int num_threads, mc_work work, void *job, int64_t nu
         num_threads = (int)num_items;
     if (bytes < (is_awake ? mc_shared_bytes : mc_waking_bytes))
         num_threads = 1;
-    num_threads = mc_threads_left(num_threads, __atomic_load_n(&mc_num_beside, __ATOMIC_RELAXED));
     int has_turn = num_threads > 1 && !pthread_mutex_trylock(&mc_pool.turn);
     if (!has_turn || mc_now_ns() < mc_pool.alone_until_ns) {
         for (int64_t item = 0; item < num_items; item++)

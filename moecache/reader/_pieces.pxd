@@ -17,16 +17,11 @@ cdef struct File:
     size_t alignment  # of direct reads; 1 without
 
 cdef struct Fill:
-    # Matrices that are brought into compute form once all of their bytes are there.
-    Fill *next
-    Request *load
+    # Matrices that are brought into compute form once all bytes of their expert are there.
     const Tiling *tiling
     const uint8_t *raw
     uint8_t *form
     int64_t num
-    int64_t num_missing  # parts of reads that bring some of it
-    int64_t num_begun  # of the matrices, by whoever came
-    bint is_queued
 
 cdef struct Request:
     # An expert of a caller: done when all its ranges are, and its fills.
@@ -35,7 +30,10 @@ cdef struct Request:
     int64_t num_missing
     int num_fills
     Fill *fills
-    int64_t num_to_fill  # matrices of queued fills that are not done
+    # The next matrix to be filled by whoever comes, and how many are not done.
+    int next_fill
+    int64_t next_matrix
+    int64_t num_to_fill
     bint is_wrong
     int error
     int file
@@ -79,7 +77,6 @@ cdef struct Piece:
 cdef int cut(
     const File *files, size_t piece_bytes, char *sink, Range *ranges, Py_ssize_t count,
     Piece **first) noexcept nogil
-cdef bint brings(const Range *part, const Fill *fill) noexcept nogil
 cdef void free_pieces(Piece **chain) noexcept nogil
 cdef void place(Piece *piece, char *buffer) noexcept nogil
 cdef int rest(Piece *piece, iovec **parts) noexcept nogil

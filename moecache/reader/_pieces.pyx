@@ -1,6 +1,6 @@
 """From ranges of files to reads: adjoining ranges are joined, long ones cut into pieces."""
 
-from libc.stdint cimport uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, qsort
 from libc.string cimport memcpy
 
@@ -59,7 +59,6 @@ cdef Piece *_piece(
     const File *files, char *sink, Range *ranges, Py_ssize_t count, uint64_t low, uint64_t high
 ) noexcept nogil:
     cdef Py_ssize_t used = 0, i
-    cdef int j
     cdef size_t unit
     cdef uint64_t at, first, last, inner, outer
     cdef Piece *piece
@@ -94,9 +93,6 @@ cdef Piece *_piece(
             piece.file, first, last - first,
             ranges[i].target + (first - ranges[i].offset), ranges[i].load)
         ranges[i].load.num_missing += 1
-        for j in range(ranges[i].load.num_fills):
-            ranges[i].load.fills[j].num_missing += brings(
-                &piece.ranges[i], &ranges[i].load.fills[j])
         piece.num_wanted = last - low
         inner, outer = _straight(&piece.ranges[i], unit)
         if inner < outer:
@@ -109,15 +105,6 @@ cdef Piece *_piece(
     _add_part(piece, sink, at, high, used, used)
     _plan_copies(piece)
     return piece
-
-
-cdef bint brings(const Range *part, const Fill *fill) noexcept nogil:
-    """Whether a part of a read has bytes that a fill wants."""
-    cdef const uint8_t *begin = <const uint8_t *>part.target
-    return (
-        begin < fill.raw + fill.num * fill.tiling.raw_bytes
-        and fill.raw < begin + part.nbytes
-    )
 
 
 cdef (uint64_t, uint64_t) _straight(Range *part, size_t unit) noexcept nogil:

@@ -14,9 +14,9 @@ from libc.string cimport memcpy
 
 import os
 
-from moecache.kernels._kernels cimport Tiler, note_beside, tile_matrices
+from moecache.kernels._kernels cimport Tiler, tile_matrices
 from moecache.reader._pieces cimport (
-    SINK, File, Fill, Request, Piece, Range, brings, cut, free_pieces, iovec, place, rest,
+    SINK, File, Fill, Request, Piece, Range, cut, free_pieces, iovec, place, rest,
 )
 
 cnp.import_array()
@@ -90,10 +90,10 @@ cdef class Reader:
     buffers. A thread that waits takes in what the kernel has finished; with io_uring
     there need not be any other thread.
 
-    An expert's matrices may be brought into compute form by the same threads, a role's as soon as
-    all of its bytes are there. A thread that serves does so while the caller computes; where there
-    is one, it also copies such experts out of the page cache, one after the other: what was just
-    copied is in its processor's own cache.
+    An expert's matrices may be brought into compute form by the same threads, as soon as all of
+    its bytes are there. A thread that serves does so while the caller computes; where there is one,
+    it also copies such experts out of the page cache, one after the other: what was just copied is
+    in its processor's own cache.
 
     Parameters
     ----------
@@ -148,12 +148,11 @@ cdef class Reader:
     cdef int _in_kernel
     cdef Piece *_arrived  # read, and to be copied out of staging
     cdef Piece **_arrived_end
-    cdef Fill *_unfilled  # read, and to be brought into compute form
-    cdef Fill **_unfilled_end
+    cdef Request *_unfilled  # read, and to be brought into compute form
+    cdef Request **_unfilled_end
     cdef int _num_to_fill  # experts with fills that are not done
     cdef int _num_tried  # pending pieces that a thread is to copy out of the page cache
     cdef int _num_fillers  # threads that serve, and fill
-    cdef bint _is_noted  # one of them copies what is cached, and the kernels were told
     cdef int _num_inside
     cdef bint _reaping  # a thread waits in the kernel, or is about to
     cdef bint _reaper_serves  # it waits for no load
@@ -306,7 +305,7 @@ cdef class Reader:
             file's bytes from `offset` on are those of the roles' parts, one after
             the other. `parts` maps each role to a C-contiguous writable ndarray of
             any dtype, which is kept alive and must not be touched until then. `fills` are
-            (tiler, role, start, target): once it is read, the role's part from byte `start` on is
+            (tiler, role, start, target): once all is read, the role's part from byte `start` on is
             brought into compute form, in a C-contiguous ndarray that is kept alive, too.
         deferred : bool, default False
             Let everything else go first, also what is submitted later, until `hasten`. What
@@ -520,12 +519,10 @@ cdef class Reader:
                 if self._arrived != NULL:
                     self._settle(self._next_arrived())
                 elif not self._needs_help():
-                    self._note_beside(False)
                     mc_wait(&self._work, &self._mutex, TICK_NS)
                 else:
                     self._step(mc_clock_ns() + TICK_NS, True)
             self._num_fillers -= fills
-            self._note_beside(False)
             self._num_inside -= 1
             pthread_mutex_unlock(&self._mutex)
 
@@ -616,12 +613,12 @@ cdef class Reader:
             if part is None:
                 raise ValueError(f"there is no array for role {role!r}")
             fill = &load.fills[load.num_fills]
-            fill.load = load
             fill.num = tiler.check(part, begin, target)
             fill.tiling = &tiler.tiling
             fill.raw = <const uint8_t *>cnp.PyArray_DATA(part) + begin
             fill.form = <uint8_t *>cnp.PyArray_DATA(target)
             load.num_fills += 1
+            load.num_to_fill += fill.num
         return 0
 
     # The queue. Everything below runs under the mutex and without the GIL.
@@ -647,9 +644,6 @@ cdef class Reader:
         self._issue()
         if self._needs_help():
             pthread_cond_broadcast(&self._work)
-        if self._num_fillers and self._num_tried:
-            # Before it has woken: what the caller computes next takes a while.
-            self._note_beside(True)
         if self._num_tried and self._reaping and not mc_ring_is_full(&self._ring):
             # The thread that would copy them may wait in the kernel.
             mc_ring_push_nothing(&self._ring)
@@ -657,12 +651,6 @@ cdef class Reader:
         self._hand_over()
         # One that waits for something to come goes to the kernel.
         pthread_cond_broadcast(&self._done)
-
-    cdef void _note_beside(self, bint is_needed) noexcept nogil:
-        """Have the kernels leave a processor to the thread that copies and fills, or take it back."""
-        if is_needed != self._is_noted:
-            self._is_noted = is_needed
-            note_beside(1 if is_needed else -1)
 
     cdef bint _needs_help(self) noexcept nogil:
         """Whether a thread that serves has something to do."""
@@ -902,11 +890,10 @@ cdef class Reader:
         self._account(piece)
 
     cdef void _account(self, Piece *piece) noexcept nogil:
-        cdef int i, j
+        cdef int i
         cdef uint64_t stop = piece.offset + piece.num_done
         cdef Range *part
         cdef Request *load
-        cdef Fill *fill
         for i in range(piece.num_ranges):
             part = &piece.ranges[i]
             load = part.load
@@ -914,12 +901,6 @@ cdef class Reader:
             if piece.error and part.offset + part.nbytes > stop and load.error == 0:
                 load.error, load.file, load.offset = piece.error, piece.file, stop
             self.bytes_wanted += part.nbytes
-            for j in range(load.num_fills):
-                fill = &load.fills[j]
-                if brings(part, fill):
-                    fill.num_missing -= 1
-                    if fill.num_missing == 0 and load.error == 0 and not self._closed:
-                        self._queue(fill)
             load.num_missing -= 1
             if load.num_missing == 0:
                 self._complete(load)
@@ -936,44 +917,54 @@ cdef class Reader:
 
     cdef void _complete(self, Request *load) noexcept nogil:
         """Note that all of an expert's bytes are there, or that some failed."""
-        cdef int i
-        if self._closed and load.num_fills and load.error == 0:
-            load.error = ECANCELED
-        if load.error == 0:
-            for i in range(load.num_fills):
-                self._queue(&load.fills[i])
-        if load.num_to_fill == 0:
+        if load.num_fills == 0:
             self._finish(load)
-
-    cdef void _queue(self, Fill *fill) noexcept nogil:
-        """Have whoever comes bring matrices into compute form."""
-        if fill.is_queued or fill.num == 0:
             return
-        fill.is_queued = True
-        fill.load.num_to_fill += fill.num
-        fill.next = NULL
-        self._unfilled_end[0] = fill
-        self._unfilled_end = &fill.next
+        self._skip_empty(load)
+        if load.num_to_fill == 0:
+            self._num_to_fill -= 1
+            self._finish(load)
+            return
+        if self._closed and load.error == 0:
+            load.error = ECANCELED
+        if load.error:
+            self._num_to_fill -= 1
+            self._finish(load)
+            return
+        load.next = NULL
+        self._unfilled_end[0] = load
+        self._unfilled_end = &load.next
+        if load.num_to_fill > 1 and self._num_fillers:
+            # Others fill some of its matrices: a caller that waits, or a thread that serves.
+            pthread_cond_broadcast(&self._done)
+
+    cdef void _skip_empty(self, Request *load) noexcept nogil:
+        while load.next_fill < load.num_fills and (
+            load.next_matrix >= load.fills[load.next_fill].num
+        ):
+            load.next_fill += 1
+            load.next_matrix = 0
 
     cdef bint _has_to_fill(self) noexcept nogil:
         """Whether an expert is to be filled, and no thread serves that does."""
         return self._unfilled != NULL and self._num_fillers == 0
 
-    cdef Fill *_next_unfilled(self) noexcept nogil:
-        cdef Fill *fill = self._unfilled
-        self._unfilled = fill.next
+    cdef Request *_next_unfilled(self) noexcept nogil:
+        cdef Request *load = self._unfilled
+        self._unfilled = load.next
         if self._unfilled == NULL:
             self._unfilled_end = &self._unfilled
-        return fill
+        return load
 
     cdef void _fill(self) noexcept nogil:
-        """Bring the next matrix into compute form, without the mutex."""
-        cdef Fill *fill = self._unfilled
-        cdef Request *load = fill.load
-        cdef int64_t matrix = fill.num_begun
+        """Bring an expert's next matrix into compute form, without the mutex."""
+        cdef Request *load = self._unfilled
+        cdef const Fill *fill = &load.fills[load.next_fill]
+        cdef int64_t matrix = load.next_matrix
         cdef bint is_wrong
-        fill.num_begun += 1
-        if fill.num_begun == fill.num:
+        load.next_matrix += 1
+        self._skip_empty(load)
+        if load.next_fill == load.num_fills:
             self._next_unfilled()
         if self._needs_help():
             pthread_cond_signal(&self._work)
@@ -985,27 +976,34 @@ cdef class Reader:
         pthread_mutex_lock(&self._mutex)
         load.is_wrong = load.is_wrong or is_wrong
         load.num_to_fill -= 1
-        if load.num_to_fill or load.num_missing:
+        if load.num_to_fill:
             return
+        if load.is_wrong and load.error == 0:
+            load.error = EILSEQ
+        self._num_to_fill -= 1
         self._finish(load)
         pthread_cond_broadcast(&self._done)
-        self._wake_reaper()
-
-    cdef void _wake_reaper(self) noexcept nogil:
-        """Have a caller that waits in the kernel look: what was finished may be its expert."""
         if (
             self._reaping and not self._reaper_serves and not self._closed
             and not mc_ring_is_full(&self._ring)
         ):
+            # A thread that waits in the kernel may wait for this expert.
             mc_ring_push_nothing(&self._ring)
             self._hand_over()
 
-    cdef void _give_up(self, Fill *fill) noexcept nogil:
-        """Leave the other matrices as they are; threads may be filling some."""
-        cdef Request *load = fill.load
-        load.num_to_fill -= fill.num - fill.num_begun
-        load.error = load.error or ECANCELED
-        if load.num_to_fill == 0 and load.num_missing == 0:
+    cdef void _give_up(self, Request *load) noexcept nogil:
+        """End a load whose other matrices nobody fills; threads may be filling some of it."""
+        cdef int64_t num_begun = load.next_matrix
+        cdef int i
+        for i in range(load.next_fill):
+            num_begun += load.fills[i].num
+        for i in range(load.num_fills):
+            load.num_to_fill -= load.fills[i].num
+        # What is left counts the matrices that are being filled.
+        load.num_to_fill += num_begun
+        load.error = ECANCELED
+        if load.num_to_fill == 0:
+            self._num_to_fill -= 1
             self._finish(load)
 
     cdef void _try(self) noexcept nogil:
@@ -1024,8 +1022,6 @@ cdef class Reader:
         if result != -EAGAIN:
             if self._judge(piece, result):
                 self._account(piece)
-                if self._finished != NULL:
-                    self._wake_reaper()
         elif self._closed:
             piece.error = ECANCELED
             self._account(piece)
@@ -1035,9 +1031,6 @@ cdef class Reader:
             self._put_back(piece)
 
     cdef void _finish(self, Request *load) noexcept nogil:
-        self._num_to_fill -= load.num_fills > 0
-        if load.is_wrong and load.error == 0:
-            load.error = EILSEQ
         load.next = NULL
         self._finished_end[0] = load
         self._finished_end = &load.next
@@ -1100,8 +1093,6 @@ cdef class Reader:
         ):
             self._try()
             return True
-        if is_serving:
-            self._note_beside(False)
         if self._reaping or self._in_kernel == 0:
             # Another thread waits in the kernel, or has the last reads in its hands.
             mc_wait(&self._done, &self._mutex, timeout)

@@ -86,14 +86,6 @@ class Contestant:
         """Read a token as a server does."""
         assert self.offload.decoder.step_together([token], [self._cache]) is not None
 
-    def have_all_resident(self) -> None:
-        """Bring every expert in."""
-        cache = self.offload.runtime.cache
-        for layer in range(self.num_layers):
-            for expert in range(cache.num_experts):
-                with self.offload.runtime.lease(layer, np.array([expert])):
-                    pass
-
     def decode(self, step: Callable[[int], None], tokens: list[int]) -> dict[str, float]:
         """Return milliseconds per token of the clock and of processors, and the hit rate."""
         before = self.offload.stats()
@@ -159,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         return Contestant(model, memory)
 
     full = opened("100%")
-    full.have_all_resident()
+    full.offload.runtime.usage.fill().wait()
     num = PROMPT + 20 + arguments.tokens
     tokens = np.random.default_rng(0).integers(5, min(200, full.vocabulary), num).tolist()
     fewer = [opened(memory) for memory in dict.fromkeys(arguments.memories)]

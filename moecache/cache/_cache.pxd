@@ -98,9 +98,6 @@ cdef class ExpertCache:
         self, int layer, const void* ids, bint wide, Py_ssize_t n, int32_t* out
     ) noexcept
     cdef bint lease_resident(
-        self, int layer, const int32_t* ids, Py_ssize_t n, const int32_t* name, int32_t* out
-    ) except -1
-    cdef bint lease_resident_rows(
         self, int layer, const int32_t* ids, Py_ssize_t rows, Py_ssize_t top_k,
         const int32_t* names, int32_t* out
     ) except -1

@@ -942,28 +942,15 @@ cdef class ExpertCache:
         self.use_hits(layer, ids, wide, n, True)
 
     cdef bint lease_resident(
-        self, int layer, const int32_t* ids, Py_ssize_t n, const int32_t* name, int32_t* out
-    ) except -1:
-        """Do what `acquire` does for one token if all of its experts are resident; else nothing.
-
-        The token is of the sequence with this name, or of the only one if there is none.
-        For compiled code that has the layer's number checked and calls `end_leases` afterwards.
-        Policies written in Python are asked by `acquire` alone.
-        """
-        with cython.critical_section(self):
-            if self.scripted or self.count_missing(layer, ids, False, n, n, False):
-                return False
-            self.part(layer).begin_step(layer, ids, False, 1, n, name)
-            if self.route_log is not None:
-                self.route_log.append(layer, ids, False, 1, n, False, name)
-            self.lease_hits(layer, ids, False, n, out)
-            return True
-
-    cdef bint lease_resident_rows(
         self, int layer, const int32_t* ids, Py_ssize_t rows, Py_ssize_t top_k,
         const int32_t* names, int32_t* out
     ) except -1:
-        """Do the same for several tokens, of sequences with these names, or with none."""
+        """Do what `acquire` does for a few tokens if all experts are resident; else nothing.
+
+        The tokens are of sequences with these names, or of the only one if there are none.
+        For compiled code that has the layer's number checked and calls `end_leases` afterwards.
+        Policies written in Python are asked by `acquire` alone.
+        """
         cdef Py_ssize_t n = rows * top_k
         with cython.critical_section(self):
             if self.scripted or self.count_missing(layer, ids, False, n, top_k, False):
@@ -972,7 +959,7 @@ cdef class ExpertCache:
             if self.route_log is not None:
                 self.route_log.append(
                     layer, ids, False, rows, top_k,
-                    self.is_bulk(layer, rows, self.share_of(layer)), names
+                    rows > 1 and self.is_bulk(layer, rows, self.share_of(layer)), names
                 )
             self.lease_hits(layer, ids, False, n, out)
             return True

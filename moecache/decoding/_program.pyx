@@ -1077,16 +1077,21 @@ cdef class Program:
                 _scale(normed + i * hidden, hidden, self.weights[i])
                 self.weights[i] = 1.0
 
+    cdef const int32_t *_names(self) noexcept:
+        """Return which sequence each row is of; NULL if all are of one."""
+        if self.sequences is None:
+            return NULL
+        return <const int32_t *>cnp.PyArray_DATA(self.sequences)
+
     cdef bint _resident(self, Layer *layer) except -1:
         """Compute a token's experts if they are all in their slots."""
         cdef int32_t slots[512]
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
         cdef int64_t pairs[512]
         cdef int64_t k = self.top_k, began, i
-        cdef const int32_t *name = NULL
-        if self.sequences is not None:
-            name = <const int32_t *>cnp.PyArray_DATA(self.sequences)
-        if k > 512 or not self.cache.lease_resident(layer.number, ids, k, name, slots):
+        if k > 512 or not self.cache.lease_resident(
+            layer.number, ids, 1, k, self._names(), slots
+        ):
             return False
         try:
             if self.observe is not None:
@@ -1108,11 +1113,8 @@ cdef class Program:
         """Compute several tokens' experts if they are all in their slots."""
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
         cdef int64_t num = self.num_rows * self.top_k, found = 0
-        cdef const int32_t *names = NULL
-        if self.sequences is not None:
-            names = <const int32_t *>cnp.PyArray_DATA(self.sequences)
-        if not self.cache.lease_resident_rows(
-            layer.number, ids, self.num_rows, self.top_k, names, self.slots
+        if not self.cache.lease_resident(
+            layer.number, ids, self.num_rows, self.top_k, self._names(), self.slots
         ):
             return False
         try:

@@ -214,7 +214,7 @@ def test_a_step_that_asks_for_more_than_the_slots_is_an_error(gpu: str, path: Pa
     model = fast(path, "25%")
     with model.moecache as offload, torch.no_grad():
         graph = TokenGraph(model, prompted(model, 3))
-        with pytest.raises(CapacityError, match="experts at once, and the cache of 6 slots"):
+        with pytest.raises(CapacityError, match=r"experts at once, and the cache of \d slots"):
             for number in NUMBERS:
                 graph(tokens(model, 3, number))
         assert offload.runtime.cache.evicts

@@ -80,6 +80,7 @@ class FakeCapture:
         self._device, self._monkeypatch = device, monkeypatch
         self._stack = ExitStack()
         self._begin = 0
+        self._seed = torch.zeros(1, dtype=torch.int64)
 
     def __enter__(self) -> Self:
         """Note what torch and the device are given."""
@@ -95,7 +96,8 @@ class FakeCapture:
         self._stack.__exit__(None, None, None)
 
     def begin(self) -> None:
-        """Begin a graph."""
+        """Begin a graph; torch fills the seed of its random numbers then, which it had before."""
+        self._seed.fill_(1)
         self._begin = len(self._works)
 
     def end(self) -> Callable[[], None]:

@@ -131,10 +131,12 @@ class SpanGraphs:
 
     def _cut(self, layer: int, inputs: Sequence[torch.Tensor]) -> None:
         if layer not in self._first:
-            self._issue.append(self._capture.end())
-            self._watch.number += 1
-            self._first[layer] = len(self._issue)
-            self._capture.begin()
+            # torch sets the state of its random numbers when a capture begins.
+            with self._watch.paused():
+                self._issue.append(self._capture.end())
+                self._watch.number += 1
+                self._first[layer] = len(self._issue)
+                self._capture.begin()
         self._watch.note_read(inputs)
 
 
@@ -166,12 +168,15 @@ class _Watch(TorchDispatchMode):
         self._overwritten = {_address(tensor) for tensor in overwritten}
         self._made: dict[int, int] = {}  # the graph that made what is at an address
         self._foreign: list[str] = []
+        self._is_paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Compute, and note what was read, written and made."""
         named = kwargs or {}
+        if self._is_paused:
+            return func(*args, **named)
         given = _tensors((args, named))
         self.note_read(given)
         if func._schema.is_mutable:
@@ -185,6 +190,15 @@ class _Watch(TorchDispatchMode):
             if _address(tensor) not in known:
                 self._made[_address(tensor)] = self.number
         return out
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context whose work is none of the forward's."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def note_read(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note what the graph that is captured reads."""

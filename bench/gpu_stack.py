@@ -382,7 +382,7 @@ class NoDevice:
 
     name = description = "no device"
     allocation_bytes = 4096
-    max_resident_blocks = 3 * 132
+    num_multiprocessors = 132
     stream_source: Callable[[], int] | None = None
     on_out_of_memory: Callable[[], object] | None = None
 

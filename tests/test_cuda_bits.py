@@ -216,7 +216,7 @@ def test_a_gpu_gives_the_emulators_bits(gpu: Any, name: str) -> None:
     if shutil.which(COMPILER) is None:
         pytest.skip(f"{COMPILER} compiles the kernels for the CPU and is not here")
     emulated = FakeDevice()
-    emulated.max_resident_blocks = 1
+    emulated.num_multiprocessors = 2
     wanted, wanted_dense = results(emulated, CASES[name])
     found, dense = results(gpu, CASES[name])
     assert found.keys() == wanted.keys()

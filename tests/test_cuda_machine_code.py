@@ -5,8 +5,10 @@ import pytest
 from tests.helpers.machine_code import NVCC, compiled, disassembler, instructions
 from tests.helpers.nightly import some
 
-# Three blocks of 256 threads share the 65,536 registers of a multiprocessor.
-MOST_REGISTERS = 80
+# Blocks of 256 threads share the 65,536 registers of a multiprocessor: three of plain numbers, two
+# of quantised ones, whose rows' pointers may lie in memory: that was faster than fewer rows.
+MOST_REGISTERS, MOST_QUANTIZED = 80, 128
+MOST_SPILLED = 320
 IN_FLIGHT = 8
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not here; the extra cuda-test has it")
@@ -34,11 +36,14 @@ disassembled = pytest.mark.skipif(
     ),
 )
 def test_registers_suffice(kernel: str, arch: int) -> None:
-    """No kernel spills, and three blocks fit on a multiprocessor."""
+    """The blocks of a launch fit on a multiprocessor; kernels of plain numbers spill none."""
     found, _ = compiled(kernel, arch)
+    is_quantized = "|" in kernel
     assert len(found) >= 3
-    assert {name: one.spilled_bytes for name, one in found.items()} == dict.fromkeys(found, 0)
-    assert max(one.registers for one in found.values()) <= MOST_REGISTERS
+    spilled = max(one.spilled_bytes for one in found.values())
+    assert spilled <= (MOST_SPILLED if is_quantized else 0)
+    registers = max(one.registers for one in found.values())
+    assert registers <= (MOST_QUANTIZED if is_quantized else MOST_REGISTERS)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +107,11 @@ def test_fp4_takes_a_permutation_for_two_codes() -> None:
 
 
 @disassembled
-def test_the_next_unit_of_mxfp4_is_fetched_before_this_one_is_computed() -> None:
-    """Of two rows, two units: twice the bytes under way."""
+def test_all_rows_of_a_warp_are_fetched_before_one_is_computed() -> None:
+    """Gate's and up's of three elements: their bytes are under way together."""
     code = instructions("gate_up_bf16|mxfp4|mxfp4|1", 90)
     first = next(at for at, one in enumerate(code) if one.startswith("FFMA"))
-    assert sum(one.endswith("EF.128") for one in code[:first]) == 4
+    assert sum(one.endswith("EF.128") for one in code[:first]) == 6
 
 
 @disassembled

@@ -33,8 +33,6 @@ except ImportError as _error:
     ) from _error
 
 _BLOCK = 256
-# Kernels are built so that this many blocks of 256 threads fit on each multiprocessor.
-_BLOCKS_PER_MULTIPROCESSOR = 3
 
 _NON_BLOCKING_STREAM = 1
 _EVENT_DISABLE_TIMING = 2
@@ -110,7 +108,7 @@ class CupyDevice:
         with self._guarded():
             properties = runtime.getDeviceProperties(number)
         self._maker = properties["name"].decode()
-        self.max_resident_blocks = properties["multiProcessorCount"] * _BLOCKS_PER_MULTIPROCESSOR
+        self.num_multiprocessors = int(properties["multiProcessorCount"])
         self._one = np.ones(1, np.float32)
         self._zero = np.zeros(1, np.float32)
 

@@ -49,6 +49,11 @@ class ExpertKind:
         plain = SUFFIXES[self.dtype.name]
         return self.gate_up == self.down == plain and not self.bias_kind
 
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Blocks of `decode` that run at once on each: BLOCKS of the formats' structs."""
+        return 3 if {self.gate_up, self.down} <= {*SUFFIXES.values()} else 2
+
     def kernel(self, entry: str) -> str:
         """Return the name of a kernel for these experts."""
         suffix = SUFFIXES[self.dtype.name]

@@ -19,6 +19,8 @@ _GROUPED = ("multiply_gate_up", "multiply_down", "combine")
 # Pairs of a tile, and rows that a block takes of gate_up's halves and of down: as in products.cu.
 _TILE_PAIRS, _TILE_PARTS = 64, {"gate_up": 64, "down": 128}
 _WARPS = 256 // 32
+# Of a kernel that takes any number, on each multiprocessor.
+_MOST_BLOCKS = 12
 
 
 # Fields of `DecodeArguments` in decode.cu, in their order.
@@ -210,7 +212,8 @@ class Launches:
             *(self._activation, *self._limits),
         )
         arguments = np.array([fields], DECODE_ARGUMENTS).view(_DECODE_BYTES)
-        blocks = min(self._device.max_resident_blocks, -(-work // _WARPS))
+        resident = step.kind.blocks_per_multiprocessor * self._device.num_multiprocessors
+        blocks = min(resident, -(-work // _WARPS))
         launch = PreparedLaunch(step.kind.kernel("decode"), blocks, (arguments,))
         self.start(launch, step.stream)
         return launch
@@ -392,4 +395,4 @@ class Launches:
 
     def _blocks(self, work: int, per_block: int = _WARPS) -> int:
         """Return how many blocks to start; the kernels take any number."""
-        return min(-(-work // per_block), 4 * self._device.max_resident_blocks)
+        return min(-(-work // per_block), _MOST_BLOCKS * self._device.num_multiprocessors)

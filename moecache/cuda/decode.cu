@@ -4,6 +4,9 @@
 // All ways take the same dot products, of one row each, and add them in the order of a token's
 // choices: `decode` equals its parts bit for bit.
 
+constexpr unsigned ELEMENTS = GateUp::ELEMENTS; // of h that a warp takes
+constexpr unsigned BLOCKS = GateUp::BLOCKS < Down::BLOCKS ? GateUp::BLOCKS : Down::BLOCKS;
+
 // How an expert's first half is computed.
 struct Gate {
     Slots slots;
@@ -11,19 +14,37 @@ struct Gate {
     int bias_kind, is_interleaved, hidden, width, activation;
     float alpha, limit;
 
-    // One element of h, by one warp.
-    __device__ float value(Row<Hidden> x, int slot, unsigned part) const
+    // Tasks of an expert: a warp takes ELEMENTS of h.
+    __device__ unsigned num_tasks() const { return (width + ELEMENTS - 1) / ELEMENTS; }
+
+    // Elements of h from `first` on, by one warp, each into `h` by a lane; none beyond the last.
+    __device__ void compute(Row<Hidden> x, int slot, unsigned first, float* h) const
     {
         const u8* matrix = slots.at(slot, offset);
-        const int gate = gate_row(part, is_interleaved), up = up_row(part, width, is_interleaved);
-        const GateUp::At rows[2] = {
-            gate_up_row(matrix, gate, hidden, width), gate_up_row(matrix, up, hidden, width)};
-        float sums[2];
+        GateUp::At rows[2 * ELEMENTS];
+#pragma unroll
+        for (unsigned e = 0; e < ELEMENTS; e++) {
+            const unsigned part = first + e < (unsigned)width ? first + e : width - 1;
+            const int gate = gate_row(part, is_interleaved);
+            const int up = up_row(part, width, is_interleaved);
+            rows[2 * e] = gate_up_row(matrix, gate, hidden, width);
+            rows[2 * e + 1] = gate_up_row(matrix, up, hidden, width);
+        }
+        float sums[2 * ELEMENTS];
         GateUp::dots<Hidden>(rows, x, hidden, sums);
+        const unsigned lane = threadIdx.x % 32, part = first + lane;
+        float gate = sums[0], up = sums[1];
+#pragma unroll
+        for (unsigned e = 1; e < ELEMENTS; e++)
+            if (lane == e) {
+                gate = sums[2 * e];
+                up = sums[2 * e + 1];
+            }
+        if (lane >= ELEMENTS || part >= (unsigned)width) return;
         const u8* bias = slots.at(slot, bias_offset);
-        return gated(
-            with_bias(sums[0], bias, bias_kind, gate), with_bias(sums[1], bias, bias_kind, up),
-            activation, alpha, limit);
+        gate = with_bias(gate, bias, bias_kind, gate_row(part, is_interleaved));
+        up = with_bias(up, bias, bias_kind, up_row(part, width, is_interleaved));
+        h[part] = gated(gate, up, activation, alpha, limit);
     }
 };
 
@@ -182,7 +203,7 @@ struct DecodeArguments {
     float alpha, limit;
 };
 
-extern "C" __global__ void __launch_bounds__(256, 3) decode(
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) decode(
     const __grid_constant__ DecodeArguments given)
 {
     const Routing routing = {
@@ -195,12 +216,12 @@ extern "C" __global__ void __launch_bounds__(256, 3) decode(
         given.limit};
     const int top_k = given.top_k, hidden = given.hidden, width = given.width;
     const unsigned num_pairs = given.num_tokens * top_k;
-    for (Task task(width); task.item < num_pairs; task.advance(width)) {
+    const unsigned parts = gate.num_tasks();
+    for (Task task(parts); task.item < num_pairs; task.advance(parts)) {
         const int slot = routing.slot_of(task.item);
         if (slot < 0) continue;
         const Row<Hidden> row = given.x + (long long)(task.item / top_k) * hidden;
-        const float value = gate.value(row, slot, task.part);
-        if (threadIdx.x % 32 == 0) given.h[(long long)task.item * width + task.part] = value;
+        gate.compute(row, slot, task.part * ELEMENTS, given.h + (long long)task.item * width);
     }
 
     grid_barrier(given.barrier);
@@ -211,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) decode(
         width, given.out);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) gate_up(
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) gate_up(
     const Hidden::Bits* x, const int* pair_slots, const int* pairs, int num_pairs,
     const u8* first_slot, long long slot_stride, long long offset, long long bias_offset,
     int bias_kind, int is_interleaved, int top_k, int hidden, int width, int activation,
@@ -219,15 +240,16 @@ extern "C" __global__ void __launch_bounds__(256, 3) gate_up(
 {
     const Gate gate = {{first_slot, slot_stride}, offset, bias_offset, bias_kind, is_interleaved,
                        hidden, width, activation, alpha, limit};
-    for (Task task(width); task.item < (unsigned)num_pairs; task.advance(width)) {
+    const unsigned parts = gate.num_tasks();
+    for (Task task(parts); task.item < (unsigned)num_pairs; task.advance(parts)) {
         const int pair = pairs[task.item];
-        const float value =
-            gate.value(x + (long long)(pair / top_k) * hidden, pair_slots[task.item], task.part);
-        if (threadIdx.x % 32 == 0) h[(long long)pair * width + task.part] = value;
+        gate.compute(
+            x + (long long)(pair / top_k) * hidden, pair_slots[task.item], task.part * ELEMENTS,
+            h + (long long)pair * width);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) down(
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) down(
     const int* pair_slots, const int* pairs, int num_pairs, const u8* first_slot,
     long long slot_stride, long long offset, long long bias_offset, int bias_kind, int hidden,
     int width, const float* h, float* rows)

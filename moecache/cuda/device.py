@@ -114,8 +114,7 @@ class Device(Protocol):
     on_out_of_memory: Callable[[], object] | None
     # Allocations are rounded up to a multiple of it.
     allocation_bytes: int
-    # Blocks of 256 threads that run at once, whatever each of them uses.
-    max_resident_blocks: int
+    num_multiprocessors: int
 
     @property
     def name(self) -> str:

@@ -181,7 +181,10 @@ __device__ inline void load_inputs(Row<X> x, unsigned column, unsigned n, float*
 
 // Dot products, by a format F's functions for its units: fetch, column, codes, add.
 template <class F> struct Quantized {
-    static constexpr unsigned ROWS = 2; // of down: four, with their scales, exceed the registers
+    // More than plain numbers have: inputs are loaded and widened once for all rows, and a row alone
+    // has few bytes to be under way. That takes the registers of a third block, and some words of
+    // memory beside; on an H200 four rows without these took up to an eighth longer.
+    static constexpr unsigned ROWS = 8, ELEMENTS = 3, BLOCKS = 2;
 
     // The dot products of some rows with x, by one warp; every lane has them.
     template <class X, unsigned ROWS, class At>
@@ -260,35 +263,16 @@ template <class F> struct Quantized {
                                 : F::add(raw, 1, codes[i], 1.0f, 0.0f);
     }
 
-    template <bool IS_ALIGNED, unsigned ROWS, class At, class Raw>
-    static __device__ inline void fetch_rows(
-        const At (&rows)[ROWS], unsigned unit, unsigned n, Raw (&raw)[ROWS])
-    {
-#pragma unroll
-        for (unsigned r = 0; r < ROWS; r++) raw[r] = F::template fetch<IS_ALIGNED>(rows[r], unit, n);
-    }
-
     template <bool IS_ALIGNED, class X, unsigned ROWS, class At>
     static __device__ inline void add_units(
         const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
     {
-        // A unit ahead, so that twice the bytes are under way, where 80 registers hold them: beside
-        // inputs of 16 bits.
-        constexpr bool IS_AHEAD =
-            IS_ALIGNED && F::HAS_SMALL_UNITS && sizeof(typename X::Bits) == 2;
-        typename F::Raw next[ROWS];
-        const unsigned first = threadIdx.x % 32;
-        if (IS_AHEAD && first < num_units(n)) fetch_rows<IS_ALIGNED>(rows, first, n, next);
 #pragma unroll 1
-        for (unsigned unit = first; unit < num_units(n); unit += 32) {
+        for (unsigned unit = threadIdx.x % 32; unit < num_units(n); unit += 32) {
             typename F::Raw raw[ROWS];
-            if constexpr (IS_AHEAD) {
 #pragma unroll
-                for (unsigned r = 0; r < ROWS; r++) raw[r] = next[r];
-                if (unit + 32 < num_units(n)) fetch_rows<IS_ALIGNED>(rows, unit + 32, n, next);
-            } else {
-                fetch_rows<IS_ALIGNED>(rows, unit, n, raw);
-            }
+            for (unsigned r = 0; r < ROWS; r++)
+                raw[r] = F::template fetch<IS_ALIGNED>(rows[r], unit, n);
 #pragma unroll
             for (unsigned run = 0; run < 2; run++) {
                 const unsigned column = F::column(unit, run);
@@ -318,9 +302,6 @@ template <class Code, int BLOCK_ROWS, int BLOCK_COLUMNS, class Scale, Global GLO
 struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>> {
     static constexpr unsigned UNIT_BYTES = UNIT * Code::BITS / 8, WORDS = UNIT_BYTES / 4;
     static constexpr bool HAS_OFFSETS = false;
-    // MXFP4's: 16 bytes and one scale of a byte.
-    static constexpr bool HAS_SMALL_UNITS =
-        Code::BITS == 4 && BLOCK_COLUMNS % UNIT == 0 && BLOCK_COLUMNS && Scale::BYTES == 1;
 
     struct At {
         const u8 *codes, *scales;
@@ -369,7 +350,6 @@ struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>
     {
         return unit * UNIT + run * RUN;
     }
-
 
     template <bool IS_ALIGNED> static __device__ Raw fetch(const At& at, unsigned unit, unsigned n)
     {

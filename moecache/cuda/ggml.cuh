@@ -1,7 +1,7 @@
 // ggml's formats, of blocks of 32 columns and of 256; moecache/formats has their definitions.
 
 template <class F, unsigned COLUMNS, unsigned BYTES> struct Blocks : Quantized<F> {
-    static constexpr bool HAS_OFFSETS = false, HAS_SMALL_UNITS = false;
+    static constexpr bool HAS_OFFSETS = false;
     using At = const u8*;
 
     static __device__ long long row_bytes(int columns)
@@ -51,6 +51,8 @@ __device__ inline uint4 shifted(const uint4& words, unsigned shift)
 }
 
 struct Q8_0 : Blocks<Q8_0, 32, 34> {
+    static constexpr unsigned ROWS = 4; // eight were no faster
+
     struct Raw {
         uint4 bytes[2];
         float d;
@@ -183,11 +185,15 @@ template <class F, unsigned BYTES> struct Q45K : Blocks<F, 256, BYTES> {
 };
 
 struct Q4K : Q45K<Q4K, 144> {};
-struct Q5K : Q45K<Q5K, 176> {};
+struct Q5K : Q45K<Q5K, 176> {
+    static constexpr unsigned ROWS = 4, ELEMENTS = 2; // all that the registers hold
+};
 
 // The first 64 of each 128 columns are low nibbles of 64 bytes; two more bits of each code lie in
 // 32 bytes, for 32 columns in turn. 16 columns share a scale of 8 bits.
 struct Q6K : Blocks<Q6K, 256, 210> {
+    static constexpr unsigned ROWS = 4, ELEMENTS = 2; // all that the registers hold
+
     struct Raw {
         uint4 low, high;
         float scales[2];

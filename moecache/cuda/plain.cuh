@@ -14,7 +14,9 @@ constexpr unsigned IN_FLIGHT = 8;
 
 template <class D> struct Plain {
     using At = Row<D>; // where a row is
-    static constexpr unsigned ROWS = 4; // rows of down that a warp takes at once
+    // Rows of down that a warp takes at once, elements of h, each of two rows, and blocks of 256
+    // threads whose registers a multiprocessor has. ExpertKind has BLOCKS, too.
+    static constexpr unsigned ROWS = 4, ELEMENTS = 1, BLOCKS = 3;
 
     static __device__ long long matrix_bytes(int rows, int columns)
     {

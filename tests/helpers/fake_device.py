@@ -51,7 +51,7 @@ class FakeDevice:
     """
 
     allocation_bytes = 4096
-    max_resident_blocks = 3
+    num_multiprocessors = 1
     name = "cuda:0"
     description = "cuda:0 (fake)"
 
@@ -398,7 +398,7 @@ class FakeDevice:
     ) -> None:
         """Queue a kernel, to be emulated."""
         self._call()
-        assert not cooperative or num_blocks <= self.max_resident_blocks
+        assert not cooperative or num_blocks <= 3 * self.num_multiprocessors
         assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1
         # A struct is copied when the kernel is queued.

@@ -25,6 +25,7 @@ from moecache import ExpertCache, ExpertRuntime
 from moecache.cuda import Device, Stream
 from moecache.errors import MoeCacheError
 from moecache.reader.disk import open_reader
+from moecache.runtime.opening import default_threads
 from moecache.sizing import num_staging_slots
 from moecache.slots import CudaSlots
 from moecache.slots._memory import aligned_rows
@@ -394,7 +395,7 @@ def open_runtime(
     """Return a runtime whose slots are on a device; it closes the store.
 
     As `moecache.open` makes it, but for any device and any store: files are read through the page
-    cache; what is in memory is copied by threads, likewise.
+    cache, by as many threads as it takes; what is in memory is copied by `loader_threads`.
     """
     layout = store.layout
     capacity = min(capacity, layout.total_experts)
@@ -408,7 +409,8 @@ def open_runtime(
         undo.callback(pool.close)
         reader = None
         if isinstance(store, FileStore):
-            reader = open_reader(store, direct=False)
+            reader = open_reader(store, direct=False, shares_copies=True)
+            loader_threads = default_threads(reader, on_gpu=True)
             undo.callback(reader.close)
         cache = ExpertCache(layout.num_layers, layout.num_experts, capacity, policy=policy)
         runtime = ExpertRuntime(

@@ -257,7 +257,8 @@ OPTIONS = {
             _threads,
             "a number of threads",
             None,
-            f"{DEFAULT_LOADER_THREADS}; 8 for direct reads without io_uring",
+            f"{DEFAULT_LOADER_THREADS}; 8 for direct reads without io_uring, up to 12 for a GPU "
+            "and cached reads",
             "threads that read experts",
             "0 and up; 0 reads only in the thread that waits; with io_uring a number above 1 "
             "counts as 1",

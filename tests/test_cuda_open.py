@@ -18,6 +18,7 @@ import moecache
 from moecache import cli
 from moecache.cuda import open_device, parse_device
 from moecache.errors import CapacityError, ConfigError, MissingDependencyError, MoeCacheError
+from moecache.loading._reader_engine import ReaderEngine
 from moecache.slots import CudaSlots
 from moecache.telemetry import UploadStats
 from tests.helpers import quantized
@@ -96,6 +97,28 @@ def test_every_way_of_reading_fills_slots(fake_cuda: FakeDevice, tiny_moe: Path,
                 for name, array in wanted.items():
                     assert np.array_equal(fake_cuda.to_host(found[name]), array)
     assert fake_cuda.pinned_bytes == 0
+
+
+def test_threads_share_what_is_copied_from_the_page_cache(
+    fake_cuda: FakeDevice, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 12, as there are cores, each a part of an expert; fewer where somebody says so."""
+    made: list[tuple[str, int, int]] = []
+    make = ReaderEngine
+
+    def note(reader: Any, store: Any, num_threads: int, **options: Any) -> Any:
+        made.append((reader.engine, reader.piece_bytes, num_threads))
+        return make(reader, store, num_threads, **options)
+
+    monkeypatch.setattr("moecache.runtime._parts.ReaderEngine", note)
+    for cores in (3, 64):
+        monkeypatch.setattr("moecache.runtime.opening.usable_cores", lambda cores=cores: cores)
+        moecache.open(tiny_moe, "25%", "cuda", read="buffered").close()
+    moecache.open(tiny_moe, "25%", "cuda", read="buffered", loader_threads=1).close()
+    pieces = 256 * 2**10
+    assert made == [("threads", pieces, 3), ("threads", pieces, 12), ("threads", pieces, 1)]
+    moecache.open(tiny_moe, "25%", read="buffered").close()
+    assert made[-1] == (made[-1][0], 2**20, 2)
 
 
 @pytest.mark.parametrize(

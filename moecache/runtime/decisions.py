@@ -48,7 +48,7 @@ class Decisions:
     warmpin : int or str
     warmpin_after : int
     loader_threads : int or None
-        `None`: 2, or 8 where direct reads find no io_uring.
+        `None`: 2; 8 where direct reads find no io_uring; up to 12 for cached reads of a GPU.
     profile, expert_stats : str, Path or None
     record_trace : Choice
     reasons : dict of str to str

@@ -7,6 +7,7 @@ import os
 from moecache._prefault import PAGE_SIZE
 from moecache.cache._cache import ExpertCache
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.kernels.startup import usable_cores
 from moecache.prefault import BackgroundSweep, Region, warm
 from moecache.profiles.disk import keep_speed, speed_of
 from moecache.profiles.file import Profile, read_profile
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Without io_uring each direct read in flight takes a thread.
 DIRECT_THREADS = 8
+# A GPU takes experts faster than a few cores copy them out of the page cache.
+COPYING_THREADS = 12
 
 
 def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
@@ -50,7 +53,10 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
         reader = None
         if plan.read != "mmap":
             reader = open_reader(
-                store, direct=plan.read == "direct", staging_bytes=plan.staging_bytes
+                store,
+                direct=plan.read == "direct",
+                staging_bytes=plan.staging_bytes,
+                shares_copies=plan.gpu is not None,
             )
             undo.callback(reader.close)
             if reader.direct and isinstance(pool, HostSlots):
@@ -63,8 +69,7 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
             disk = _measure_disk(reader, store, pool, plan.profile, profile)
         threads = plan.loader_threads
         if threads is None:
-            alone = reader is not None and reader.direct and reader.engine == "threads"
-            threads = DIRECT_THREADS if alone else DEFAULT_LOADER_THREADS
+            threads = default_threads(reader, on_gpu=plan.gpu is not None)
         sweep = _start_prefault(plan, store, pool, file=reader is None or not reader.direct)
         if sweep is not None:
             undo.callback(sweep.cancel)
@@ -100,6 +105,15 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
         runtime.close()
         raise
     return runtime
+
+
+def default_threads(reader: Reader | None, *, on_gpu: bool) -> int:
+    """Return how many threads read, where nobody says."""
+    if reader is None or reader.engine != "threads":
+        return DEFAULT_LOADER_THREADS
+    if reader.direct:
+        return DIRECT_THREADS
+    return min(COPYING_THREADS, usable_cores()) if on_gpu else DEFAULT_LOADER_THREADS
 
 
 def _make_pool(plan: Decisions, undo: contextlib.ExitStack) -> tuple[SlotPool, int]:

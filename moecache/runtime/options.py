@@ -68,7 +68,8 @@ class Options:
     loader_threads : int, optional
         Threads that read; with io_uring, one or none that helps with long
         prompts. By default MOECACHE_LOADER_THREADS, else 2; where direct reads
-        find no io_uring, 8.
+        find no io_uring, 8; for slots on a GPU that are read through the page cache, the
+        cores that the process may use, 12 at most.
     prefetch : {"auto", "echo", "last", "hints", "off"} or Predictor, optional
         Which experts are read before their layer asks for them: those that ECHO
         foresees, those of the last token, those that `runtime.hint` names, or those of

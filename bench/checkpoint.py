@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from bench.random_parts import joined, random_parts
 from moecache.formats import find_format
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
@@ -136,8 +137,8 @@ def memory_store(
 class StackSize:
     """What the stack looks like.
 
-    Experts are in "bf16"; or in "mxfp4", with biases and the gate of gpt-oss, whose rows of gate
-    and up are in turns.
+    Experts are in "bf16" or a format that kernels read. gpt-oss's have biases, and rows of gate and
+    up in turns.
     """
 
     num_layers: int = 48
@@ -146,6 +147,7 @@ class StackSize:
     hidden: int = 2048
     width: int = 768
     format: str = "bf16"
+    is_gpt_oss: bool = False
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -158,7 +160,7 @@ class StackSize:
         if self.format == "bf16":
             return 6 * self.hidden * self.width
         known = find_format(self.format)
-        biases = 2 * sum(rows for rows, _ in self.shapes.values())
+        biases = 2 * sum(rows for rows, _ in self.shapes.values()) if self.is_gpt_oss else 0
         return biases + sum(known.nbytes(*shape) for shape in self.shapes.values())
 
     @property
@@ -169,7 +171,7 @@ class StackSize:
     @property
     def gate(self) -> dict[str, Any]:
         """What `compute.on_device` takes."""
-        if self.format == "bf16":
+        if not self.is_gpt_oss:
             return {}
         return {"activation": "swiglu", "is_interleaved": True, "alpha": 1.702, "limit": 7.0}
 
@@ -185,7 +187,8 @@ class SharedStore(MemoryStore):
     """The experts of one layer, in memory, which stand for those of all layers.
 
     Expert e of layer l has the bytes of expert (e + 17 l) mod num_experts: no two layers have the
-    same one at the same place. A store of all layers would take 48 times the memory.
+    same one at the same place. A store of all layers would take 48 times the memory. Of quantised
+    experts but MXFP4 there are 8 in all.
 
     Parameters
     ----------
@@ -198,12 +201,13 @@ class SharedStore(MemoryStore):
         arrays, formats = _experts_of(replace(size, num_layers=1), seed)
         super().__init__(arrays, top_k=size.top_k, formats=formats)
         (roles,) = self._layout.layers
+        self._num_drawn = self._layout.num_experts
         self._layout = ExpertLayout(size.num_experts, size.top_k, [roles] * size.num_layers)
 
     def view(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """Return one expert without copying, read-only."""
         self._layout.check(layer, expert)
-        return super().view(0, (expert + 17 * layer) % self._layout.num_experts)
+        return super().view(0, (expert + 17 * layer) % self._num_drawn)
 
     def regions(self, layers: Iterable[int] | None = None) -> list[Region]:
         """Return where all of them lie, whichever layers are asked for."""
@@ -224,8 +228,13 @@ def _experts_of(size: StackSize, seed: int) -> tuple[dict[str, np.ndarray], Any]
         formats = {name: (size.format, shape) for name, shape in size.shapes.items()}
         arrays = {}
         for name, shape in size.shapes.items():
-            arrays[name] = random_mxfp4(rng, size.num_experts, *shape)
-            arrays[f"{name}_bias"] = random_weights(rng, (*stack, shape[0]))
+            if size.format == "mxfp4":
+                arrays[name] = random_mxfp4(rng, size.num_experts, *shape)
+            else:
+                drawn = [joined(random_parts(size.format, *shape, seed + e)) for e in range(8)]
+                arrays[name] = np.stack(drawn)[None]
+            if size.is_gpt_oss:
+                arrays[f"{name}_bias"] = random_weights(rng, (*stack, shape[0]))
     return arrays, formats
 
 

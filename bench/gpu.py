@@ -2,6 +2,8 @@
 
     python -m bench.gpu upload [--runs 20] [--bytes 1GiB] [--directory DIR] [--json OUT]
     python -m bench.gpu decode|resident|mxfp4 [--runs 20] [--tokens 16] [--layers 48] [--json OUT]
+    python -m bench.gpu formats [--runs 20] [--layers 8] [--only FORMAT]... [--json OUT]
+    python -m bench.gpu model [--runs 5] [--tokens 64] [--layers 48] [--no-anchor] [--json OUT]
     python -m bench.gpu memory [--evictions 100000] [--rounds 50] [--json OUT]
     python -m bench.gpu host [--layers 48] [--experts 128] [--runs 200] [--json OUT]
     python bench/gpu.py report --work DIR --out FILE --stage NAME... [--fact KEY=VALUE]...
@@ -40,6 +42,8 @@ MEASUREMENTS = {
         "decode with slots for all, nine in ten and half of the experts",
     ),
     "mxfp4": ("bench.gpu_decode", "what `resident` does, with gpt-oss-20b's shapes in MXFP4"),
+    "formats": ("bench.gpu_formats", "one layer's decode in every format, of the GPU's memory"),
+    "model": ("bench.gpu_model", "a whole model of 30B-A3B's shapes, graphs and modules"),
     "memory": ("bench.gpu_memory", "whether memory of GPU and host stays the same"),
     "host": ("bench.gpu_stack", "host time per layer, against a device that does nothing"),
 }
@@ -84,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         if name != "host":
             command.add_argument("--device", default="cuda:0", metavar="NAME")
         if name != "memory":
-            default = 200 if name == "host" else 20
+            default = {"host": 200, "model": 5}.get(name, 20)
             command.add_argument(
                 "--runs", type=int, default=default, help="medians are over so many"
             )
-        if name in {"upload", "decode", "resident", "mxfp4"}:
+        if name in {"upload", "decode", "resident", "mxfp4", "formats"}:
             command.add_argument(
                 "--copy-bytes", default="1GiB", help="bytes of the copy that is the limit"
             )
@@ -100,6 +104,18 @@ def _parser() -> argparse.ArgumentParser:
             )
             command.add_argument("--trace", type=Path, metavar="FILE", help="recorded routing")
     upload, decode, memory, host = of["upload"], of["decode"], of["memory"], of["host"]
+    formats, model = of["formats"], of["model"]
+    formats.add_argument("--tokens", type=int, default=16, help="in each run")
+    formats.add_argument("--layers", type=int, default=8, help="at most")
+    formats.add_argument(
+        "--only", action="append", metavar="FORMAT", help="such as q4_k; by default all"
+    )
+    model.add_argument("--tokens", type=int, default=64, help="in each run")
+    model.add_argument("--layers", type=int, help="at most; by default all 48")
+    model.add_argument("--directory", type=Path, metavar="DIR", help="for the model's files")
+    model.add_argument(
+        "--no-anchor", action="store_true", help="leave out transformers without slots"
+    )
     upload.add_argument("--bytes", default="1GiB", help="bytes of experts, copied in each run")
     upload.add_argument("--look-ups", type=int, default=5000, help="in each run")
     upload.add_argument("--pause-us", type=float, default=100, help="between the storm's requests")
@@ -301,6 +317,49 @@ def _show_refused(found: dict[str, Any], console: Console) -> None:
         console.print(f"{name} was refused: {reason}", markup=False)
 
 
+def show_formats(found: dict[str, Any], console: Console) -> None:
+    """Print a row for each format."""
+    from rich.table import Table
+
+    from moecache.units import format_bytes, format_bytes_per_s
+
+    table = Table("format", "a layer reads", "us/layer", "weights read", "of a copy")
+    for name, row in found["formats"].items():
+        if "refused" in row:
+            table.add_row(name, row["refused"])
+            continue
+        table.add_row(
+            name,
+            format_bytes(row["layer_bytes"]),
+            f"{row['device_us_per_layer']:.1f}",
+            format_bytes_per_s(row["weight_bytes_per_s"]),
+            f"{row['of_copy']:.3f}",
+        )
+    console.print(table)
+    rate = format_bytes_per_s(found["copy_bytes_per_s"])
+    console.print(f"one large copy inside the device, read and written: {rate}")
+
+
+def show_model(found: dict[str, Any], console: Console) -> None:
+    """Print a row for each way."""
+    from rich.table import Table
+
+    table = Table("slots", "tokens/s", "hits", "prompt of 512", "loaded", "captured")
+    for name, way in found["ways"].items():
+        if "refused" in way:
+            table.add_row(name, way["refused"])
+            continue
+        table.add_row(
+            name,
+            f"{way['tokens_per_s']:.2f}",
+            f"{way['hit_rate']:.3f}",
+            f"{way['prompt_s']:.3f} s",
+            f"{way['loaded_s']:.1f} s",
+            f"{way['captured_s']:.2f} s" if "captured_s" in way else "",
+        )
+    console.print(table)
+
+
 def show_memory(found: dict[str, Any], console: Console) -> None:
     """Print what was lost."""
     for name in ("evictions", "rounds"):
@@ -323,6 +382,8 @@ SHOWN = {
     "decode": show_decode,
     "resident": show_resident,
     "mxfp4": show_resident,
+    "formats": show_formats,
+    "model": show_model,
     "memory": show_memory,
     "host": show_host,
 }

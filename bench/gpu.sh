@@ -4,15 +4,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SANITIZERS=(memcheck initcheck synccheck racecheck)
-ALL_STAGES=(build tests upload decode resident mxfp4 memory "${SANITIZERS[@]}")
+ALL_STAGES=(build tests upload decode resident mxfp4 formats model memory "${SANITIZERS[@]}")
 
 usage() {
     cat <<'END'
 usage: bench/gpu.sh [--quick] [--only STAGE,...] [--python PYTHON] [--traces DIR] [--prebuilt]
                     [--limit SECONDS] [--budget SECONDS] [OUT.json]
 
-Builds in place, runs `pytest -m gpu` and the measurements upload, decode, resident, mxfp4 and
-memory of bench/gpu.py, then compute-sanitizer's memcheck, initcheck, synccheck and racecheck over
+Builds in place, runs `pytest -m gpu` and the measurements upload, decode, resident, mxfp4,
+formats, model and memory of bench/gpu.py, then compute-sanitizer's memcheck, initcheck, synccheck and racecheck over
 a short selection of the tests. Writes one JSON, by default
 gpu-MACHINE-DATE.json in $OUT if that is set, else in bench/results, anew after every stage; logs go
 to build/gpu, or into $OUT as one archive. A stage that fails or takes too long does not stop those
@@ -22,8 +22,8 @@ the others out.
 
   --quick           in about 10 minutes, and a build: fewer runs, fewer layers, less to copy, no
                     tests that are marked nightly, and of the sanitizers memcheck alone
-  --only STAGE,...  of: build tests upload decode resident mxfp4 memory memcheck initcheck
-                    synccheck racecheck
+  --only STAGE,...  of: build tests upload decode resident mxfp4 formats model memory memcheck
+                    initcheck synccheck racecheck
   --python PYTHON   by default python3
   --traces DIR      where recorded routing is (bigmoe-qwen.npz); without it, where the benchmarks
                     look, or drawn
@@ -34,7 +34,8 @@ the others out.
                     is left out where that is less than 30 seconds
 
 Needs a GPU, CUDA's driver, and of Python: NumPy, CuPy, ml_dtypes, psutil, rich, pytest; Cython and
-setuptools to build; torch, transformers and hypothesis for the tests that use them.
+setuptools to build; torch, transformers, greenlet and hypothesis for the tests that use them, and
+the first three for `model`.
 
 exit code: 0 all is well, 1 a stage failed or a bound does not hold, 2 nothing could be run, 130 it
 was interrupted
@@ -93,7 +94,9 @@ if [[ -n $traces && ! -f $traces/bigmoe-qwen.npz ]]; then
     exit 2
 fi
 stages=("${ALL_STAGES[@]}")
-if ((quick)); then stages=(build tests upload decode resident mxfp4 memory memcheck); fi
+if ((quick)); then
+    stages=(build tests upload decode resident mxfp4 formats model memory memcheck)
+fi
 if [[ -n $only ]]; then
     IFS=, read -r -a stages <<<"$only"
     for stage in "${stages[@]}"; do
@@ -192,7 +195,7 @@ fi
 # Nothing of an earlier run may come into this one's report.
 for stage in "${ALL_STAGES[@]}"; do rm -f "$work/$stage".{status,json,xml,log}; done
 mkdir -p "$work"
-export PYTHONPATH=$PWD
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONDONTWRITEBYTECODE=1
 
 wanted() { [[ " ${stages[*]} " == *" $1 "* ]]; }
@@ -282,6 +285,7 @@ while IFS= read -r file; do
             lacks+=" $package"
         fi
     done
+    if grep -q "^from moecache.integrations" "$file" && ! has greenlet; then lacks+=" greenlet"; fi
     if [[ -n $lacks ]]; then
         left_out+=("$file (no$lacks)")
     else
@@ -295,15 +299,17 @@ facts+=("tests_left_out=${left_out[*]-}")
 
 declare -A limit options
 if ((quick)); then
-    limits=(300 240 70 70 100 100 30 180 180 180 180)
+    limits=(300 240 70 70 100 100 90 150 30 180 180 180 180)
     options[upload]="--runs 5 --bytes 256MiB --copy-bytes 512MiB --look-ups 2000"
     options[decode]="--runs 5 --tokens 8 --layers 8 --copy-bytes 512MiB"
     options[resident]="--runs 10 --layers 8 --copy-bytes 512MiB"
     options[mxfp4]="--runs 10 --layers 8 --copy-bytes 512MiB"
+    options[formats]="--runs 5 --layers 4 --copy-bytes 512MiB"
+    options[model]="--runs 3"
     options[memory]="--evictions 20000 --rounds 10"
 else
     # Sanitizers make a kernel up to a hundred times slower, and take a minute to begin.
-    limits=(1200 1800 1200 2400 1200 1200 1200 3600 3600 3600 3600)
+    limits=(1200 1800 1200 2400 1200 1200 1200 1200 1200 3600 3600 3600 3600)
 fi
 # One launch, waves, cuBLAS, and ids that are wrong.
 checked="weights_may_have or row_nan or wrong_id_on_the_host"
@@ -326,7 +332,7 @@ fi
 if wanted tests; then
     run tests "${limit[tests]}" "${pytest[@]}" --junitxml="$work/tests.xml" "${test_files[@]}"
 fi
-for name in upload decode resident mxfp4 memory; do
+for name in upload decode resident mxfp4 formats model memory; do
     if wanted "$name"; then
         read -r -a chosen <<<"${options[$name]-}"
         run "$name" "${limit[$name]}" "$python" -m bench.gpu "$name" \

@@ -334,7 +334,7 @@ def test_shares_of_the_slots_are_compared_with_all(resident: dict[str, Any]) -> 
 
 def test_the_same_is_measured_of_mxfp4(tmp_path: Path) -> None:
     """With gpt-oss's biases and gate: slots and graphs leave the bits, fewer bytes are read."""
-    size = replace(SIZE, hidden=64, width=32, format="mxfp4")
+    size = replace(SIZE, hidden=64, width=32, format="mxfp4", is_gpt_oss=True)
     assert size.expert_bytes == (64 * 64 + 64 * 32) * 17 // 32 + 2 * (64 + 64)
     options = ["--runs", "2", "--tokens", "2", "--copy-bytes", "64KiB"]
     Trace(make_trace(), num_experts=SIZE.num_experts).save(tmp_path / "trace.npz")
@@ -349,6 +349,30 @@ def test_the_same_is_measured_of_mxfp4(tmp_path: Path) -> None:
     assert any("mxfp4" in kernel for kernel in device.num_launches)
     shapes = gpu_decode.GPT_OSS_20B
     assert shapes.expert_bytes == 3 * 2880 * 2880 * 17 // 32 + 2 * 3 * 2880
+
+
+def test_every_format_is_measured_beside_a_copy(tmp_path: Path) -> None:
+    """As graphs that leave the bits of calls; what has no kernel is refused, the others go on."""
+    out = tmp_path / "figures"
+    options = ["--runs", "2", "--tokens", "2", "--layers", "2", "--copy-bytes", "64KiB"]
+    names = ["bf16", "q4_k", "int4[1x8,bf16]"]
+    options += [word for name in names for word in ("--only", name)]
+    device = FakeDevice()
+    size = StackSize(num_layers=2, num_experts=16, top_k=2, hidden=256, width=256)
+    assert gpu.main(["formats", *options, "--json", str(out)], device, size) == 1
+    assert (device.used_bytes, device.pinned_bytes, device.num_events) == (0, 0, 0)
+    found = json.loads(out.read_text())
+    assert list(found["formats"]) == names
+    read = {name: row.get("layer_bytes") for name, row in found["formats"].items()}
+    assert read["bf16"] == 2 * 3 * 256 * 256 * 2
+    assert read["q4_k"] == 2 * 3 * 256 * 144
+    assert "no kernel" in found["formats"]["int4[1x8,bf16]"]["refused"]
+    for name in names[:2]:
+        row = found["formats"][name]
+        assert len(row["runs"]) == 2
+        rate = row["layer_bytes"] / (row["device_us_per_layer"] / 1e6)
+        assert row["of_copy"] == pytest.approx(rate / found["copy_bytes_per_s"])
+    assert [one["limit"] for one in found["bounds"]] == [0.55, 0.25, 0.25]
 
 
 def test_what_the_kernel_reads_is_compared_with_a_copy(resident: dict[str, Any]) -> None:

@@ -158,8 +158,8 @@ def test_everything_is_written_below_out(stand: Stand) -> None:
     done = stand.run(SUFFIX=".none")
     assert done.returncode == 0, done.stdout + done.stderr
     report = stand.report()
-    names = ["build", "tests", "upload", "decode", "resident", "mxfp4", "memory"]
-    names += ["memcheck", "initcheck", "synccheck", "racecheck"]
+    names = ["build", "tests", "upload", "decode", "resident", "mxfp4", "formats", "model"]
+    names += ["memory", "memcheck", "initcheck", "synccheck", "racecheck"]
     assert list(report["stages"]) == names
     assert report["ok"]
     assert {stage["status"] for stage in report["stages"].values()} == {"ok"}

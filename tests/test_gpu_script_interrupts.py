@@ -14,9 +14,9 @@ import pytest
 from tests.helpers.nightly import some
 from tests.test_gpu_script import PYTHON, Stand
 
-ALL = ["build", "tests", "upload", "decode", "resident", "mxfp4", "memory"]
+ALL = ["build", "tests", "upload", "decode", "resident", "mxfp4", "formats", "model", "memory"]
 ALL += ["memcheck", "initcheck", "synccheck", "racecheck"]
-BENCHMARKS = ALL[2:7]
+BENCHMARKS = ALL[2:9]
 # The stage of that name is what it is, on a device made for tests.
 REAL = """
 real = os.environ["REAL"]
@@ -83,7 +83,7 @@ def test_an_interrupt_in_a_stage_leaves_a_report_and_its_files(
     if name in BENCHMARKS:
         assert stage["exit_code"] == 130
         assert stage["result"]["partial"]
-        parts = {"upload": "uploads", "memory": "evictions"}
+        parts = {"upload": "uploads", "memory": "evictions", "formats": "formats"}
         assert stage["result"][parts.get(name, "ways")]
         assert "interrupted; done: " in stand.logs()[f"{name}.log"]
     elif name != "build":

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,33 @@ def main(mark: Path, arguments: list[str]) -> int:
     return 0
 
 
+def stopping(mark: Path, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls something once, and stops before the second time."""
+    calls = 0
+
+    def stops(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            stop(mark)
+        return call(*given)
+
+    return stops
+
+
+def run_model(mark: Path, result: str) -> int:
+    """Run a whole model small, until one way is done."""
+    import pytest
+
+    from bench import gpu, gpu_model
+    from tests.helpers.gpu_models import MODEL_OPTIONS, made_small
+
+    with pytest.MonkeyPatch.context() as patched:
+        device, size = made_small(patched)
+        patched.setattr(gpu_model, "_ours", stopping(mark, gpu_model._ours))
+        return gpu.main(["model", "--json", result, *MODEL_OPTIONS], device, size)
+
+
 def run_tests(mark: Path, arguments: list[str]) -> int:
     """Run a test, and begin another, with the script's own settings."""
     import pytest
@@ -56,23 +84,16 @@ def run_tests(mark: Path, arguments: list[str]) -> int:
 
 def run_benchmark(mark: Path, name: str, result: str) -> int:
     """Run a benchmark small, until one of its parts is done."""
-    from bench import gpu, gpu_copies, gpu_decode, gpu_memory
+    from bench import gpu, gpu_copies, gpu_decode, gpu_formats, gpu_memory
     from bench.checkpoint import StackSize
     from bench.gpu_copies import Shape
     from tests.helpers.fake_device import FakeDevice
 
-    measure = gpu_decode.Contest._run
-    calls = 0
-
-    def run(self: Any, always: Any, ways: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            stop(mark)
-        measure(self, always, ways)
-
-    patched: dict[str, Any] = {"_run": run}
-    gpu_decode.Contest._run = patched["_run"]  # type: ignore[method-assign]
+    if name == "model":
+        return run_model(mark, result)
+    second: Any = stopping(mark, gpu_decode.Contest._run)
+    gpu_decode.Contest._run = second  # type: ignore[method-assign]
+    gpu_formats._layer_us = stopping(mark, gpu_formats._layer_us)
     gpu_copies.look_ups = gpu_memory.rounds = lambda *_, **__: stop(mark)
     options = [name, "--json", result]
     size: Any = StackSize(num_layers=2, num_experts=8, top_k=2, hidden=32, width=16)
@@ -82,9 +103,11 @@ def run_benchmark(mark: Path, name: str, result: str) -> int:
         options += ["--runs", "1", "--copy-bytes", "4KiB", "--bytes", "4KiB"]
         size = (Shape("1.5 MB", 16, 8),)
     else:
-        options += ["--runs", "1", "--copy-bytes", "4KiB", "--tokens", "1"]
+        options += ["--runs", "2", "--copy-bytes", "4KiB", "--tokens", "1"]
+        if name == "formats":
+            options += ["--only", "bf16"]
         if name == "mxfp4":
-            size = StackSize(2, 8, 2, 64, 32, format="mxfp4")
+            size = StackSize(2, 8, 2, 64, 32, format="mxfp4", is_gpt_oss=True)
     return gpu.main(options, FakeDevice(), size)
 
 

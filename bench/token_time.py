@@ -10,7 +10,11 @@ Two questions, each by contestants in turns in one run:
   which `serve` uses. A clock is read around those calls.
 - How much slower a token is with fewer slots than experts where what misses is in the page cache:
   the first round, which is not counted, reads the file. Beside the clock's time is that of the
-  processors, of all threads.
+  processors, of all threads; and what a layer with misses takes of it more than one without. Of
+  small experts that is what a miss takes beside its bytes:
+
+    python -m bench.qwen3_moe DIR --layers 48 --hidden 64 --width 32 --vocabulary 512
+    python -m bench.token_time DIR --threads 1
 """
 
 import argparse
@@ -96,7 +100,13 @@ class Contestant:
         cpu = time.process_time() - cpu
         done = self.offload.stats() - before
         num = len(tokens) / 1e3
-        return {"ms": clock / num, "cpu_ms": cpu / num, "hit_rate": done.hit_rate}
+        missing = (done.num_steps - done.num_resident_steps) / len(tokens)
+        return {
+            "ms": clock / num,
+            "cpu_ms": cpu / num,
+            "hit_rate": done.hit_rate,
+            "layers_with_misses": missing,
+        }
 
     @contextmanager
     def clocked(self) -> Iterator[Clocked]:
@@ -191,10 +201,15 @@ def compare(
     for memory, rounds in taken.items():
         found[memory] = {
             name: statistics.median(one[name] for one in rounds)
-            for name in ("ms", "cpu_ms", "hit_rate")
+            for name in ("ms", "cpu_ms", "hit_rate", "layers_with_misses")
         }
         pairs = list(zip(first, rounds, strict=True))
         found[memory]["speed_of_all"] = statistics.median(a["ms"] / b["ms"] for a, b in pairs)
+        if rounds is not first:
+            found[memory]["us_per_layer_with_misses"] = statistics.median(
+                1e3 * (b["cpu_ms"] - a["cpu_ms"]) / max(1e-9, b["layers_with_misses"])
+                for a, b in pairs
+            )
     return found
 
 
@@ -213,6 +228,13 @@ def describe(figures: dict[str, Any], num_layers: int) -> list[str]:
         f"{one['speed_of_all']:>13.2f}"
         for name, one in figures.items()
         if isinstance(one, dict)
+    ]
+    lines += [
+        f"with {name}, {one['layers_with_misses']:.1f} layers of a token miss experts: "
+        f"{one['us_per_layer_with_misses']:.0f} us of processors each, reads, forms and products "
+        "in it"
+        for name, one in figures.items()
+        if isinstance(one, dict) and "us_per_layer_with_misses" in one
     ]
     return lines
 

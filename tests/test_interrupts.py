@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,15 +21,16 @@ from tests.helpers.nightly import some
 # Interrupts itself a hundred times, anywhere, while experts are asked for, once or in storms;
 # after each one everything must be as if it had not been.
 CHILD = """
-import faulthandler, os, random, signal, sys
+import ctypes, faulthandler, os, random, signal, sys
 import numpy as np
 import moecache
 
 faulthandler.dump_traceback_later(100, exit=True)
-signal.signal(signal.SIGINT, signal.default_int_handler)
 path, way = sys.argv[1:3]
 num_rounds, storm = map(int, sys.argv[3:5])
 shortest, longest = map(float, sys.argv[5:7])
+raising = getattr(signal, sys.argv[7])
+signal.signal(raising, signal.default_int_handler)
 options = {
     "buffered": {"read": "buffered"},
     "threads": {"read": "mmap"},
@@ -40,6 +43,17 @@ num_experts = runtime.layout.num_experts
 every = np.arange(num_experts).reshape(-1, 3)
 draw, left = random.Random(0), 0
 
+# A timer of a signal that sections do not hold: CLOCK_MONOTONIC, SIGEV_SIGNAL.
+libc = ctypes.CDLL(None, use_errno=True)
+event = (ctypes.c_int * 16)()
+event[2], event[3] = signal.SIGUSR1, 0
+timer = ctypes.c_void_p()
+assert libc.timer_create(1, event, ctypes.byref(timer)) == 0, ctypes.get_errno()
+
+def start_timer(seconds):
+    times = (ctypes.c_long * 4)(0, 0, 0, int(seconds * 1e9))
+    assert libc.timer_settime(timer, 0, times, None) == 0, ctypes.get_errno()
+
 def send(number, frame):
     # From a timer: at any line, where a thread would only come when it is given the GIL.
     global left
@@ -47,9 +61,9 @@ def send(number, frame):
         frame = frame.f_back
     left -= frame is not None
     if left:
-        signal.setitimer(signal.ITIMER_REAL, draw.uniform(shortest, longest))
+        start_timer(draw.uniform(shortest, longest))
     if frame is not None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), raising)
 
 def work(number, rows):
     for layer in range(2):
@@ -65,12 +79,12 @@ def work(number, rows):
         finally:
             waves.close()
 
-signal.signal(signal.SIGALRM, send)
+signal.signal(signal.SIGUSR1, send)
 num_interrupted = 0
 for number in range(num_rounds):
     rows = np.random.default_rng(number)
     left = storm
-    signal.setitimer(signal.ITIMER_REAL, draw.uniform(shortest, longest))
+    start_timer(draw.uniform(shortest, longest))
     while left:
         try:
             while left:
@@ -96,19 +110,44 @@ runtime.close()
 """
 
 
+Handlers = Callable[[int, Callable[[int, object], None]], None]
+
+
+@pytest.fixture(name="handlers")
+def _handlers() -> Iterator[Handlers]:
+    """Return what sets a handler, until the end of the test."""
+    before: dict[int, Any] = {}
+
+    def put(number: int, handler: Any) -> None:
+        before.setdefault(number, signal.signal(number, handler))
+
+    yield put
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
-    ("way", "storm"),
+    ("way", "storm", "raising"),
     some(
-        itertools.product(["buffered", "threads", "alone", "direct", "ahead"], [1, 10]),
-        lambda case: (case[1] == 10) == (case[0] in {"threads", "ahead"}),
+        itertools.product(
+            ["buffered", "threads", "alone", "direct", "ahead"],
+            [1, 10],
+            ["SIGINT", "SIGALRM", "SIGTERM"],
+        ),
+        lambda case: (
+            (case[2] == "SIGINT" and (case[1] == 10) == (case[0] in {"threads", "ahead"}))
+            or case in {("buffered", 10, "SIGALRM"), ("ahead", 1, "SIGTERM")}
+        ),
     ),
 )
-def test_an_interrupt_at_any_moment_loses_nothing(way: str, storm: int, tmp_path: Path) -> None:
+def test_an_interrupt_at_any_moment_loses_nothing(
+    way: str, storm: int, raising: str, tmp_path: Path
+) -> None:
     """Whatever a step had claimed, leased or staged can be had again; no step waits for ever."""
     model = write_checkpoint(tmp_path / "model", num_layers=2)
     rounds = num_examples(100 // storm)
     figures = (str(rounds), str(storm), "0.0001" if storm == 1 else "0.0002", "0.003")
-    words = (str(model.path), way, *figures)
+    words = (str(model.path), way, *figures, raising)
     done = subprocess.run(
         # The very build that is tested, which need not be the one in this directory.
         [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{CHILD}", *words],
@@ -153,6 +192,67 @@ def test_interrupts_in_a_section_come_as_one_at_its_end() -> None:
         interrupted()
     assert lines == [0, 1, 2]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])
+def test_a_timeout_in_a_section_comes_at_its_end(number: int, handlers: Handlers) -> None:
+    """As Ctrl-C does; what its handler raises is what the caller gets."""
+    lines = []
+
+    def raise_timeout(number: int, frame: object) -> None:
+        raise TimeoutError(number)
+
+    def timed() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), number)
+            lines.append("in the section")
+        lines.append("after")
+
+    handlers(number, raise_timeout)
+    with pytest.raises(TimeoutError):
+        timed()
+    assert lines == ["in the section"]
+    assert signal.getsignal(number) is raise_timeout
+
+
+def test_a_timeout_and_an_interrupt_are_both_told(handlers: Handlers) -> None:
+    """One raises; the other is its context, and every handler is back."""
+
+    def raise_timeout(number: int, frame: object) -> None:
+        raise TimeoutError(number)
+
+    handlers(signal.SIGALRM, raise_timeout)
+    with pytest.raises(TimeoutError) as told, uninterrupted():
+        os.kill(os.getpid(), signal.SIGALRM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert isinstance(told.value.__context__, KeyboardInterrupt)
+    assert signal.getsignal(signal.SIGALRM) is raise_timeout
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with uninterrupted():  # nothing is left over
+        pass
+
+
+def test_a_timeout_on_the_way_in_leaves_the_handlers_as_they_were(
+    handlers: Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Setting a handler handles what is pending first; the section is not entered."""
+    real = interrupts._signal.signal
+
+    def raise_timeout(number: int, frame: object) -> None:
+        raise TimeoutError(number)
+
+    def late(number: int, handler: object) -> object:
+        if number == signal.SIGALRM and handler is interrupts._note:
+            os.kill(os.getpid(), signal.SIGALRM)
+        return real(number, handler)
+
+    handlers(signal.SIGALRM, raise_timeout)
+    monkeypatch.setattr(interrupts._signal, "signal", late)
+    with pytest.raises(TimeoutError), uninterrupted():
+        pytest.fail("entered")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGALRM) is raise_timeout
+    assert not interrupts._noted
 
 
 def test_another_signal_on_the_way_out_leaves_the_handler_as_it_was(

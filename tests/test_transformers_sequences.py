@@ -136,6 +136,21 @@ def test_a_policy_is_told_whose_row_is_whose(qwen3_moe: Path, tmp_path: Path, me
         assert recording.trace.sequence.tolist() == [0, 1, 2, 2, 0, 1, 3, 2, 2]
 
 
+def test_a_sequence_that_decodes_alone_is_no_bulk_step(qwen3_moe: Path, tmp_path: Path) -> None:
+    """With fewer slots than experts, where the step hits and where it misses."""
+    model = load_in_slots(qwen3_moe, "75%", compute="fast")
+    with model.moecache as offload, torch.no_grad():
+        cache = read(model, prompts()[0])
+        before = offload.stats()
+        with offload.runtime.record_trace(tmp_path / "trace.npz") as recording:
+            for number in range(6):
+                offload.decoder.step_together([token(0, number % 2)], [cache])
+        made = offload.stats() - before
+    assert 0 < made.num_resident_steps < made.num_steps
+    assert len(recording.trace.bulk) == 6
+    assert not recording.trace.bulk.any()
+
+
 def test_resident_steps_of_several_rows_are_counted_as_those_of_the_modules(
     qwen3_moe: Path, tmp_path: Path
 ) -> None:

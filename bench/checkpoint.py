@@ -187,8 +187,8 @@ class SharedStore(MemoryStore):
     """The experts of one layer, in memory, which stand for those of all layers.
 
     Expert e of layer l has the bytes of expert (e + 17 l) mod num_experts: no two layers have the
-    same one at the same place. A store of all layers would take 48 times the memory. Of quantised
-    experts but MXFP4 there are 8 in all.
+    same one at the same place. A store of all layers would take 48 times the memory. Formats other
+    than MXFP4 have 8 experts in all.
 
     Parameters
     ----------

@@ -38,8 +38,8 @@ FORMATS = (
     *("bf16", "fp8[128x128,f32]", "fp8[1x32,e8m0]", "mxfp4", "nvfp4", "int4[1x32,bf16]"),
     *("int8[1x*,f32]", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "mxfp4_gguf"),
 )
-# Of a copy inside the device: a bound that a regression would break, and what is aimed at. A launch
-# takes 7 us of an H200's whatever it reads, half of what is left in four bits at the aim.
+# Shares of a copy inside the device: bounds that a regression would break, and what is aimed at. On
+# an H200 a launch takes 7 us whatever it reads, half of what the aim leaves for four bits.
 LEAST_BF16, LEAST_QUANTIZED, AIM_QUANTIZED = 0.55, 0.25, 0.45
 
 

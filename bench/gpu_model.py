@@ -46,8 +46,8 @@ LEAST_TOKENS_PER_S, AIMED_TOKENS_PER_S = 75.0, 100.0
 # Tokens whose logits are compared.
 NUM_COMPARED = 4
 WRITERS = 8
-# Of a folder in memory, beside the model.
-SPARE_BYTES = 2 * 2**30
+# What a folder in memory has left beside the experts: for the trunk, 3 GB, and others.
+SPARE_BYTES = 5 * 2**30
 # Embeddings are so many powers of two larger than weights: next to what layers add, they say what
 # the routers choose, or all tokens would have the same experts.
 LARGER = 10
@@ -55,7 +55,7 @@ LARGER = 10
 
 def measure_model(device: Device, arguments: Namespace) -> dict[str, Any]:
     """Decode with a whole model in several ways; return figures and bounds."""
-    wanted = arguments.size or Size()
+    wanted: StackSize = arguments.size or StackSize()
     size = replace(wanted, num_layers=arguments.layers or wanted.num_layers)
     found: dict[str, Any] = {"stack": asdict(size), "runs": arguments.runs, "ways": {}}
     arguments.progress |= found
@@ -68,10 +68,10 @@ def measure_model(device: Device, arguments: Namespace) -> dict[str, Any]:
         if not arguments.no_anchor:
             found["ways"] |= _alone(path, device, arguments)
     first = found["ways"].get(f"100%, {GRAPH}", {})
-    is_whole = size == Size()
+    is_whole = size == StackSize()
     differing = [name for name, way in found["ways"].items() if way.get("differs")]
     bounds = [
-        bound("ways whose logits differ from a graph's", "<=", 0, len(differing)),
+        bound("ways with other bits than a graph, or than before", "<=", 0, len(differing)),
         bound(
             "tokens/s of the whole model, all resident, graphs",
             ">=",
@@ -82,10 +82,6 @@ def measure_model(device: Device, arguments: Namespace) -> dict[str, Any]:
     ]
     found["aimed_tokens_per_s"] = AIMED_TOKENS_PER_S
     return {**found, "bounds": bounds if is_whole else bounds[:1]}
-
-
-class Size(StackSize):
-    """A model's shapes: those of its experts, and the rest of Qwen3-30B-A3B's."""
 
 
 @contextmanager
@@ -212,6 +208,10 @@ def _ours(path: Path, share: float, arguments: Namespace) -> dict[str, Any]:
     except (MoeCacheError, MemoryError) as error:
         return {way: {"refused": str(error)}}
     with model.moecache as offload:
+        cache = offload.runtime.cache
+        wanted = cache.num_layers * cache.num_experts
+        if share == 1 and cache.capacity < wanted:
+            return {way: {"refused": f"there is memory for {cache.capacity} of {wanted} slots"}}
         offload.runtime.usage.fill().wait()
         loaded = time.perf_counter() - start
         ways = _decoded(model, way, arguments)
@@ -266,7 +266,7 @@ def _decoded(model: Any, way: str, arguments: Namespace) -> dict[str, dict[str, 
             "hit_rate": statistics.median(hits[name]),
             "runs": rates[name],
             **prompt,
-            "differs": differs,
+            "differs": {at: where for at, where in differs.items() if at.startswith(name)},
             **({"captured_s": captured} if name == GRAPH else {}),
         }
         for name in ways
@@ -304,7 +304,7 @@ def _differs(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fewer(arguments: Namespace) -> int:
-    """Return how many tokens a run has where each takes several times as long."""
+    """Return how many tokens a run of a slow way has: a quarter, and two at least."""
     return int(max(2, arguments.tokens // 4))
 
 

@@ -10,8 +10,8 @@ Two questions, each by contestants in turns in one run:
   which `serve` uses. A clock is read around those calls.
 - How much slower a token is with fewer slots than experts where what misses is in the page cache:
   the first round, which is not counted, reads the file. Beside the clock's time is that of the
-  processors, of all threads; and what a layer with misses takes of it more than one without. Of
-  small experts that is what a miss takes beside its bytes:
+  processors, of all threads; and what a layer with misses takes of it more than one without. With
+  small experts there is next to nothing to read or to multiply in that:
 
     python -m bench.qwen3_moe DIR --layers 48 --hidden 64 --width 32 --vocabulary 512
     python -m bench.token_time DIR --threads 1
@@ -205,10 +205,11 @@ def compare(
         }
         pairs = list(zip(first, rounds, strict=True))
         found[memory]["speed_of_all"] = statistics.median(a["ms"] / b["ms"] for a, b in pairs)
-        if rounds is not first:
+        if any(one["layers_with_misses"] for one in rounds):
             found[memory]["us_per_layer_with_misses"] = statistics.median(
-                1e3 * (b["cpu_ms"] - a["cpu_ms"]) / max(1e-9, b["layers_with_misses"])
+                1e3 * (b["cpu_ms"] - a["cpu_ms"]) / b["layers_with_misses"]
                 for a, b in pairs
+                if b["layers_with_misses"]
             )
     return found
 
@@ -230,9 +231,8 @@ def describe(figures: dict[str, Any], num_layers: int) -> list[str]:
         if isinstance(one, dict)
     ]
     lines += [
-        f"with {name}, {one['layers_with_misses']:.1f} layers of a token miss experts: "
-        f"{one['us_per_layer_with_misses']:.0f} us of processors each, reads, forms and products "
-        "in it"
+        f"with {name}, a token has {one['layers_with_misses']:.1f} layers with misses; each takes "
+        f"{one['us_per_layer_with_misses']:.0f} us of the processors more than one without"
         for name, one in figures.items()
         if isinstance(one, dict) and "us_per_layer_with_misses" in one
     ]

@@ -1,11 +1,13 @@
 """Ctrl-C comes at the end of a section, and whenever it comes, no expert and no slot is lost."""
 
+import contextlib
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,16 +218,16 @@ def test_a_timeout_in_a_section_comes_at_its_end(number: int, handlers: Handlers
 
 
 def test_a_timeout_and_an_interrupt_are_both_told(handlers: Handlers) -> None:
-    """One raises; the other is its context, and every handler is back."""
+    """Ctrl-C is what the caller gets; the timeout is its context, and every handler is back."""
 
     def raise_timeout(number: int, frame: object) -> None:
         raise TimeoutError(number)
 
     handlers(signal.SIGALRM, raise_timeout)
-    with pytest.raises(TimeoutError) as told, uninterrupted():
-        os.kill(os.getpid(), signal.SIGALRM)
+    with pytest.raises(KeyboardInterrupt) as told, uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
-    assert isinstance(told.value.__context__, KeyboardInterrupt)
+        os.kill(os.getpid(), signal.SIGALRM)
+    assert isinstance(told.value.__context__, TimeoutError)
     assert signal.getsignal(signal.SIGALRM) is raise_timeout
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with uninterrupted():  # nothing is left over
@@ -253,6 +255,100 @@ def test_a_timeout_on_the_way_in_leaves_the_handlers_as_they_were(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGALRM) is raise_timeout
     assert not interrupts._noted
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_two_signals_at_once_leave_no_handler_behind(
+    way: str, handlers: Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pending where a handler is set: one raises, and the other at Python's very next look."""
+    every = {signal.SIGALRM, signal.SIGINT, signal.SIGTERM}
+    real = interrupts._signal.signal
+    left = 1
+
+    def raise_error(number: int, frame: object) -> None:
+        raise TimeoutError(number)
+
+    def late(number: int, handler: object) -> object:
+        nonlocal left
+        is_time = number == signal.SIGTERM and (handler is interrupts._note) == (way == "in")
+        if is_time and left:
+            left -= 1
+            signal.pthread_sigmask(signal.SIG_BLOCK, every)
+            for one in every:
+                os.kill(os.getpid(), one)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, every)
+        return real(number, handler)
+
+    for number in every:
+        handlers(number, raise_error)
+    monkeypatch.setattr(interrupts._signal, "signal", late)
+    with pytest.raises(TimeoutError), uninterrupted():
+        pass
+    monkeypatch.undo()
+    with contextlib.suppress(TimeoutError), uninterrupted():
+        pass  # puts back what two signals at once may have left
+    for number in every:
+        assert signal.getsignal(number) is raise_error
+    assert not interrupts._held
+    assert not interrupts._noted
+
+
+def test_a_section_that_ends_in_another_thread_is_undone_by_the_next() -> None:
+    """As a generator may, which is dropped there."""
+
+    def section() -> Iterator[None]:
+        with uninterrupted():
+            yield
+
+    held = section()
+    next(held)
+    assert signal.getsignal(signal.SIGINT) is interrupts._note
+    thread = threading.Thread(target=held.close)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    with uninterrupted():
+        assert signal.getsignal(signal.SIGINT) is interrupts._note
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_may_have_a_section_of_its_own(handlers: Handlers) -> None:
+    """Whenever it is called."""
+    called = []
+
+    def handler(number: int, frame: object) -> None:
+        with uninterrupted():
+            called.append(number)
+
+    handlers(signal.SIGALRM, handler)
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGALRM)
+    assert called == [signal.SIGALRM]
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_a_child_of_another_thread_has_its_handlers(handlers: Handlers) -> None:
+    """A fork while the main thread is in a section copies what is held."""
+
+    def handler(number: int, frame: object) -> None:
+        os._exit(7)
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+            os._exit(1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    codes: list[int] = []
+    handlers(signal.SIGTERM, handler)
+    with uninterrupted():
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert codes == [7]
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_another_signal_on_the_way_out_leaves_the_handler_as_it_was(

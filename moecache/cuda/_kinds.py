@@ -51,7 +51,7 @@ class ExpertKind:
 
     @property
     def blocks_per_multiprocessor(self) -> int:
-        """Blocks of `decode` that run at once on each: BLOCKS of the formats' structs."""
+        """Blocks of `decode` that each multiprocessor runs at once: the formats' BLOCKS."""
         return 3 if {self.gate_up, self.down} <= {*SUFFIXES.values()} else 2
 
     def kernel(self, entry: str) -> str:

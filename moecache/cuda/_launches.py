@@ -19,7 +19,7 @@ _GROUPED = ("multiply_gate_up", "multiply_down", "combine")
 # Pairs of a tile, and rows that a block takes of gate_up's halves and of down: as in products.cu.
 _TILE_PAIRS, _TILE_PARTS = 64, {"gate_up": 64, "down": 128}
 _WARPS = 256 // 32
-# Of a kernel that takes any number, on each multiprocessor.
+# Blocks for each multiprocessor, of kernels that take any number.
 _MOST_BLOCKS = 12
 
 

@@ -114,6 +114,7 @@ class Device(Protocol):
     on_out_of_memory: Callable[[], object] | None
     # Allocations are rounded up to a multiple of it.
     allocation_bytes: int
+    # Those that blocks of threads are spread over.
     num_multiprocessors: int
 
     @property

@@ -182,8 +182,8 @@ __device__ inline void load_inputs(Row<X> x, unsigned column, unsigned n, float*
 // Dot products, by a format F's functions for its units: fetch, column, codes, add.
 template <class F> struct Quantized {
     // More than plain numbers have: inputs are loaded and widened once for all rows, and a row alone
-    // has few bytes to be under way. That takes the registers of a third block, and some words of
-    // memory beside; on an H200 four rows without these took up to an eighth longer.
+    // has few bytes to be under way. That takes the registers of a third block, and some pointers
+    // lie in memory; on an H200 four rows, which need none there, took up to an eighth longer.
     static constexpr unsigned ROWS = 8, ELEMENTS = 3, BLOCKS = 2;
 
     // The dot products of some rows with x, by one warp; every lane has them.

@@ -85,18 +85,30 @@ def open_reader(
     direct : bool
         Read around the page cache.
     staging_bytes : int, default 16 MiB
+        Memory for direct reads that do not fit their targets.
     engine : {"io_uring", "threads"}, optional
+        By default io_uring, if the kernel has it.
     shares_copies : bool, default False
-        What goes through the page cache is copied by threads, each a part of an expert.
+        Without `engine`: what goes through the page cache is copied by threads, each a part of an
+        expert.
     """
-    reader = Reader(
-        [file.descriptor for file in store.files],
-        direct=direct,
-        engine=engine,
-        depth=(STAGED_QUEUE if direct else BUFFERED_QUEUE)[0],
-        piece_bytes=(STAGED_QUEUE if direct else BUFFERED_QUEUE)[1],
-        staging_bytes=staging_bytes if direct else 0,
-    )
+    copying = "threads" if shares_copies and engine is None else engine
+    cached = BUFFERED_QUEUE if copying == engine else SHARED_QUEUE
+
+    def opened(engine: str | None, queue: tuple[int, int], *, direct: bool) -> Reader:
+        return Reader(
+            [file.descriptor for file in store.files],
+            direct=direct,
+            engine=engine,
+            depth=queue[0],
+            piece_bytes=queue[1],
+            staging_bytes=staging_bytes if direct else 0,
+        )
+
+    if direct:
+        reader = opened(engine, STAGED_QUEUE, direct=True)
+    else:
+        reader = opened(copying, cached, direct=False)
     if direct and reader.num_direct_files < len(store.files):
         logger.info(
             "reading.buffered path=%s files=%d of=%d: their file system takes no direct reads",
@@ -104,18 +116,12 @@ def open_reader(
             len(store.files) - reader.num_direct_files,
             len(store.files),
         )
-    if not reader.direct and shares_copies:
-        reader.close()
-        depth, piece_bytes = SHARED_QUEUE
-        reader = Reader(
-            [file.descriptor for file in store.files],
-            engine="threads",
-            depth=depth,
-            piece_bytes=piece_bytes,
-            staging_bytes=0,
-        )
-    elif direct and not reader.direct:
-        _tune(reader, BUFFERED_QUEUE, 0)
+    if direct and not reader.direct:
+        if copying != engine:
+            reader.close()
+            reader = opened(copying, cached, direct=False)
+        else:
+            _tune(reader, BUFFERED_QUEUE, 0)
     if engine is None and reader.refusal:
         logger.info("reading.threads the kernel refuses io_uring: %s", os.strerror(reader.refusal))
     return reader

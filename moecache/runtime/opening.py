@@ -108,7 +108,7 @@ def open_with(plan: Decisions, store: CheckpointStore) -> ExpertRuntime:
 
 
 def default_threads(reader: Reader | None, *, on_gpu: bool) -> int:
-    """Return how many threads read, where nobody says."""
+    """Return how many threads read by default."""
     if reader is None or reader.engine != "threads":
         return DEFAULT_LOADER_THREADS
     if reader.direct:

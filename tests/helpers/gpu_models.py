@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from bench import gpu_model
+from bench.checkpoint import StackSize
 from tests.helpers.tensor_device import TensorDevice
 from tests.helpers.token_graphs import prepared
 
@@ -18,5 +19,5 @@ def made_small(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     small |= {"PROMPT_TOKENS": 9, "CONTEXT": 64}
     for name, value in small.items():
         monkeypatch.setattr(gpu_model, name, value)
-    size = gpu_model.Size(num_layers=2, num_experts=8, top_k=2, hidden=32, width=32)
+    size = StackSize(num_layers=2, num_experts=8, top_k=2, hidden=32, width=32)
     return TensorDevice(), size

@@ -193,7 +193,7 @@ class _Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context whose work is none of the forward's."""
+        """Return a context whose work is not looked at."""
         self._is_paused = True
         try:
             yield

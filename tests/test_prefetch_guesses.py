@@ -1,5 +1,7 @@
 """Predictors and hints: whatever names experts can do no harm."""
 
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,34 @@ def test_a_predictor_that_fails_is_no_harm(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(3):
             step(runtime, 0, 0, 1)
     assert len([text for text in caplog.messages if "predictor_failed" in text]) == 1
+
+
+def test_a_timeout_in_a_predictor_is_no_failure_of_it() -> None:
+    """What a signal's handler raises while it guesses ends the step, which has lost nothing."""
+
+    class Interrupted(Oracle):
+        def predict(self, layer: int, n: int) -> tuple[np.ndarray, np.ndarray | None]:
+            if armed:
+                os.kill(os.getpid(), signal.SIGALRM)
+            return super().predict(layer, n)
+
+    def raise_timeout(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    armed = False
+    before = signal.signal(signal.SIGALRM, raise_timeout)
+    try:
+        with make_runtime(Interrupted({0: [1]})) as runtime:
+            step(runtime, 0, 0, 1)
+            armed = True
+            with pytest.raises(TimeoutError):
+                step(runtime, 0, 0, 1)
+            armed = False
+            step(runtime, 0, 0, 1)
+            assert prefetcher_of(runtime).num_predictor_errors == 0
+            runtime.cache.check()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

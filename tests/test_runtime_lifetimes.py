@@ -14,6 +14,8 @@ import pytest
 
 import moecache
 from moecache.errors import MoeCacheError
+from tests.helpers.cuts import cut_at
+from tests.helpers.pages import wait_until
 from tests.helpers.runtimes import drain, expected, make_runtime
 from tests.helpers.stores import Gate, WrappedStore, nothing, numbered_store
 
@@ -364,6 +366,21 @@ def test_close_is_final_and_idempotent(tmp_path: Path) -> None:
         next(runtime.waves(0, np.array([[1]])))
     with pytest.raises(moecache.MoeCacheError, match="closed"):
         runtime.lease(0, np.array([1]))
+
+
+def test_a_timeout_at_any_line_of_close_leaves_none_of_it_out() -> None:
+    """What its handler raises comes out, and everything is closed all the same."""
+    files = ("runtime/runtime.py", "runtime/_closing.py")
+    found: list[bool | None] = []
+    while None not in found:
+        threads = threading.active_count()
+        runtime = make_runtime(4, loader_threads=1)
+        drain(runtime, 0, np.array([[1, 2]]))
+        found.append(cut_at(runtime.close, files, len(found) + 1))
+        runtime.close()
+        assert runtime.closed, found
+        wait_until(lambda threads=threads: threading.active_count() <= threads)
+    assert found.count(True) > 10
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(

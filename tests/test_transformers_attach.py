@@ -12,6 +12,7 @@ import pytest
 
 import moecache
 from moecache.errors import ConfigError, MoeCacheError
+from tests.helpers.cuts import cut_at
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.offloading import generated, load_in_slots, load_whole, realigned
 from tests.helpers.runtimes import make_runtime
@@ -122,6 +123,21 @@ def test_detach_goes_back_to_the_implementation_before(
     attach(model, runtime).detach()
 
     assert model.config._experts_implementation == implementation
+
+
+def test_a_timeout_at_any_line_of_close_leaves_none_of_it_out(qwen3_moe: Path) -> None:
+    """What its handler raises comes out; a model of `load` has closed its runtime then."""
+    found: list[bool | None] = []
+    while None not in found:
+        model = load_in_slots(qwen3_moe, "25%", compute="fast")
+        offload = model.moecache
+        # Every third line: loading takes longer than the test.
+        found.append(cut_at(offload.close, ("transformers/_offload.py",), 3 * len(found) + 1))
+        offload.close()
+        assert offload.closed, found
+        assert offload.runtime.closed, found
+        assert "forward" not in vars(model)
+    assert found.count(True) > 3
 
 
 def test_after_close_another_runtime_can_be_attached(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache.cache._cache import ExpertCache
+from moecache.interrupts import uninterrupted
 from moecache.loading._load import Load
 from moecache.loading._loader import CLOSE_TIMEOUT_S, SlotLoader
 from moecache.loading.load import Cause
@@ -172,18 +173,34 @@ class Prefetcher:
         # A predictor may not change the ids that the step goes on with.
         seen = ids.view()
         seen.flags.writeable = False
+        guesses = 2 * top_k * (rows if one_each else 1) if rows <= MAX_ROWS and ids.size else 0
+        if isinstance(predictor, Echo):
+            self._follow(predictor, layer, seen, guesses, sequences)
+            return
+        # What a signal's handler raises in a predictor of Python is none of its failures.
+        with uninterrupted():
+            self._follow(predictor, layer, seen, guesses, sequences)
+
+    def _follow(
+        self,
+        predictor: Predictor,
+        layer: int,
+        seen: np.ndarray,
+        num_guesses: int,
+        sequences: npt.ArrayLike | None,
+    ) -> None:
+        """Have a predictor learn from a step, and foresee so many of the next layer's experts."""
         following = layer + 1 if layer + 1 < self._num_layers else 0
         try:
             if sequences is not None and isinstance(predictor, Echo):
                 predictor.observe(layer, seen, sequences=sequences)
             else:
                 predictor.observe(layer, seen)
-            if following in self._hinted or ids.size == 0 or rows > MAX_ROWS:
+            if following in self._hinted or not num_guesses:
                 return
             if self.switch is not None and self.switch.settled_off:
                 return
-            guesses = 2 * top_k * (rows if one_each else 1)
-            guess, scores = predictor.predict(following, guesses)
+            guess, scores = predictor.predict(following, num_guesses)
             self._expect(following, guess, scores)
         except Exception as error:  # noqa: BLE001 - a user's own predictor may fail
             self._note_failure(error)

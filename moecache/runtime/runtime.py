@@ -1,5 +1,6 @@
 """ExpertRuntime: store, slots and cache behind one object."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Generator
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from moecache.cache._cache import ExpertCache
 from moecache.cache.warmpin import WarmPin
+from moecache.interrupts import uninterrupted
 from moecache.layout import ExpertLayout
 from moecache.prefault.warming import BackgroundSweep
 from moecache.prefetch.modes import check_predictor, check_prefetch, make_prefetcher
@@ -20,7 +22,7 @@ from moecache.profiles.warm_start import WarmStart
 from moecache.ranks import Share
 from moecache.reader._reader import Reader
 from moecache.reader.disk import DiskSpeed
-from moecache.runtime._closing import close_parts
+from moecache.runtime._closing import close_parts, wait_for_sweep
 from moecache.runtime._parts import check_parts, make_loader
 from moecache.runtime.borrowed import Borrowed
 from moecache.runtime.figures import Figures
@@ -377,17 +379,20 @@ class ExpertRuntime:
 
     def close(self) -> None:
         """Stop the threads, write a report if asked for, free slots and file; once."""
-        if self.closed:
-            return
-        self.steps.closed = True
-        if self.steps.is_forked:
-            return
-        callbacks = [self.store.close, self.pool.close, *self._closing, self.usage.keep]
-        if self._expert_stats is not None:
-            callbacks.append(partial(self._figures.write_report, self._expert_stats))
-        if self._recording is not None:
-            callbacks.append(self._recording.close)
-        close_parts(self._loader, self._prefetcher, self.warm_start, self.prefault, callbacks)
+        with contextlib.ExitStack() as stack, uninterrupted():
+            if self.closed:
+                return
+            self.steps.closed = True
+            if self.steps.is_forked:
+                return
+            callbacks = [self.store.close, self.pool.close, *self._closing, self.usage.keep]
+            if self._expert_stats is not None:
+                callbacks.append(partial(self._figures.write_report, self._expert_stats))
+            if self._recording is not None:
+                callbacks.append(self._recording.close)
+            parts = (self._loader, self._prefetcher, self.warm_start, self.prefault)
+            close_parts(stack, *parts, callbacks)
+        wait_for_sweep(self.prefault)
         logger.info("runtime.closed hit_rate=%.3f", self.profiler.hit_rate)
 
     def __enter__(self) -> Self:

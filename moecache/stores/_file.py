@@ -55,6 +55,7 @@ class ReadOnlyFile:
             # O_NONBLOCK: opening a pipe would wait for a writer.
             self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
+            _raise_of_handler(error)
             raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
         status = self.status()
         if not stat.S_ISREG(status.st_mode):
@@ -78,6 +79,7 @@ class ReadOnlyFile:
         try:
             return os.fstat(self.descriptor)
         except OSError as error:
+            _raise_of_handler(error)
             raise StoreError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def read(self, offset: int, buffers: list[memoryview], what: str) -> None:
@@ -94,6 +96,7 @@ class ReadOnlyFile:
             try:
                 count = os.preadv(self.descriptor, buffers, offset)
             except OSError as error:
+                _raise_of_handler(error)
                 raise self.failure(error.errno or errno.EIO, offset, what, 0) from error
             if count == 0:
                 raise self.failure(errno.ENODATA, offset, what, sum(map(len, buffers)))
@@ -115,14 +118,16 @@ class ReadOnlyFile:
         try:
             return bool(os.pread(self.descriptor, 1, offset))
         except OSError as error:
+            _raise_of_handler(error)
             raise self.failure(error.errno or errno.EIO, offset, "it", 0) from error
 
     def check_current(self) -> None:
         """Raise a StoreError if the file at the path is not the one that was opened, as it was."""
         now = None
-        # A file that is not there is an error when it is opened.
-        with contextlib.suppress(OSError):
+        try:
             now = version_of(self.path, os.stat(self.path))
+        except OSError as error:  # a file that is not there is an error when it is opened
+            _raise_of_handler(error)
         if now != self.version:
             raise StoreError(
                 f"{self.path}: was {_difference(self.version, now)} while the model was loaded, "
@@ -135,7 +140,8 @@ class ReadOnlyFile:
             return
         try:
             modified_ns = os.fstat(self.descriptor).st_mtime_ns
-        except OSError:  # a read will tell what is wrong, if anything
+        except OSError as error:  # a read will tell what is wrong, if anything
+            _raise_of_handler(error)
             return
         if modified_ns != self._modified_ns:
             self._modified_ns = None
@@ -165,6 +171,12 @@ class ReadOnlyFile:
         if self.descriptor >= 0:
             with contextlib.suppress(OSError):  # nothing was written
                 os.close(self.descriptor)
+
+
+def _raise_of_handler(error: OSError) -> None:
+    """Raise an error again that no call of the system gave: a handler's, such as a TimeoutError."""
+    if error.errno is None:
+        raise error
 
 
 def _difference(first: Version, now: Version | None) -> str:

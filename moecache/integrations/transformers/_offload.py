@@ -1,5 +1,6 @@
 """Offload: `model.moecache` of a model whose experts are in slots."""
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -264,6 +265,9 @@ class Offload(NotCopied):
         """
         if not self._released:
             self._release()
+        elif self._owned:
+            # A call that was cut at its very end may have left it.
+            self.runtime.close()
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -281,7 +285,17 @@ class Offload(NotCopied):
         self.close()
 
     def _release(self) -> None:
-        self._released = True
+        with contextlib.ExitStack() as stack, uninterrupted():
+            # An interrupt comes behind this, and leaves none of it out.
+            self._released = True
+            if self._owned:
+                stack.callback(self.runtime.close)
+            if self.ranks is not None:
+                stack.callback(self.ranks.close)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave the model's modules, which have no experts then."""
         self._hook.remove()
         if self.tokens is not None:
             self.tokens.close()
@@ -305,10 +319,6 @@ class Offload(NotCopied):
             binding.module.__dict__.pop(LAYER, None)
         for layer in self._layers:
             layer.clear()
-        if self.ranks is not None:
-            self.ranks.close()
-        if self._owned:
-            self.runtime.close()
 
     def _start_decoder(self, model: transformers.PreTrainedModel) -> Decoder | None:
         """Have a token be one call where kernels compute in RAM."""

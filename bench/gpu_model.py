@@ -13,7 +13,8 @@ waits for, as a loop that samples does.
 
 Each way computes the first tokens twice. Logits and keys are compared to the bit, with those of
 the first graph, and with itself; `differs` says from which layer and token on they are others.
-Whether torch alone gives the same bits twice is seen in transformers alone.
+Whether torch alone gives the same bits twice is seen in transformers alone; `culprits` names the
+modules that gave other bits for the same inputs (`bench.gpu_bits`).
 """
 
 import gc
@@ -34,6 +35,7 @@ import numpy as np
 
 from bench.checkpoint import BFLOAT16, StackSize, random_weights
 from bench.gpu import bound
+from bench.gpu_bits import culprits
 from moecache.cuda import Device
 from moecache.errors import MoeCacheError
 
@@ -43,8 +45,8 @@ SHARES = (1.0, 0.5)
 GRAPH, MODULES, ALONE = "graphs", "modules", "transformers alone"
 # Tokens per second with all 48 layers resident: a bound; 100 are aimed at. An H200 gave 89.
 LEAST_TOKENS_PER_S, AIMED_TOKENS_PER_S = 75.0, 100.0
-# Tokens whose logits are compared.
-NUM_COMPARED = 4
+# Tokens whose logits are compared, and how often the modules compute them to find who differs.
+NUM_COMPARED, TURNS = 4, 6
 WRITERS = 8
 # What a folder in memory has left beside the experts: for the trunk, 3 GB, and others.
 SPARE_BYTES = 5 * 2**30
@@ -248,6 +250,7 @@ def _decoded(model: Any, way: str, arguments: Namespace) -> dict[str, dict[str, 
         differs = {name: where for name, where in found.items() if where}
         for name, where in differs.items():
             print(f"{way}, {name}: other bits than the first graph's: {where}", flush=True)
+        blamed = culprits(model, lambda: _seen(model, cache, by_modules), TURNS)
         rates: dict[str, list[float]] = {name: [] for name in ways}
         hits: dict[str, list[float]] = {name: [] for name in ways}
         for run in range(arguments.runs):
@@ -267,7 +270,7 @@ def _decoded(model: Any, way: str, arguments: Namespace) -> dict[str, dict[str, 
             "runs": rates[name],
             **prompt,
             "differs": {at: where for at, where in differs.items() if at.startswith(name)},
-            **({"captured_s": captured} if name == GRAPH else {}),
+            **({"captured_s": captured} if name == GRAPH else {"culprits": blamed}),
         }
         for name in ways
     }
@@ -327,6 +330,7 @@ def _alone(path: Path, device: Device, arguments: Namespace) -> dict[str, Any]:
                 return model(token, past_key_values=cache).logits
 
             again = _differs(*(_seen(model, cache, step) for _ in range(2)))
+            blamed = culprits(model, lambda: _seen(model, cache, step), TURNS)
             rates = []
             for run in range(arguments.runs):
                 number = _fewer(arguments)
@@ -344,6 +348,7 @@ def _alone(path: Path, device: Device, arguments: Namespace) -> dict[str, Any]:
             "prompt_s": statistics.median(prompts),
             "prompts_s": prompts,
             "differs": {"run 2": again} if again else {},
+            "culprits": blamed,
         }
     }
 

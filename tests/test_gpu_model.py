@@ -12,7 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 from bench import gpu_model  # noqa: E402
+from bench.gpu_bits import culprits  # noqa: E402
 from tests.helpers.gpu_models import MODEL_OPTIONS, made_small  # noqa: E402
+from tests.helpers.offloading import load_in_slots  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -33,6 +35,7 @@ def test_every_way_decodes_and_leaves_the_same_bits(
     for name, way in found["ways"].items():
         assert way["tokens_per_s"] > 0
         assert way["differs"] == {}
+        assert way.get("culprits", {"turns": 0})["turns"] == 0
         assert (way["hit_rate"] < 1) == name.startswith("50%")
     # The aim is the whole model's.
     assert [one["name"] for one in found["bounds"]] == [
@@ -62,3 +65,33 @@ def test_other_bits_are_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
     assert "100%, modules, run 1: other bits than the first graph's" in said
     assert "'layers_of_keys': [1], 'tokens_of_keys': [11, 12]" in said
     assert "NO   1.000 <= 0  ways with other bits than a graph, or than before" in said
+
+
+@pytest.mark.parametrize("name", ["q_proj", "self_attn", "experts"])
+def test_the_module_that_gives_other_bits_is_named(
+    name: str, qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those behind it, which get other inputs, nor the one that holds it."""
+    model = load_in_slots(qwen3_moe, "100%", compute="torch")
+    with model.moecache:
+        modules = dict(model.named_modules())
+        path = next(path for path in modules if path.endswith(f"layers.1.{PLACES[name]}{name}"))
+        forward = modules[path].forward
+        calls = 0
+
+        def wrong(*given: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            out = forward(*given, **named)
+            if calls < 3:
+                return out
+            return (out[0] + 1, *out[1:]) if isinstance(out, tuple) else out + 1
+
+        monkeypatch.setattr(modules[path], "forward", wrong)
+        found = culprits(model, lambda: model(torch.tensor([[3, 4]])), 4)
+    assert found["turns"] == 2
+    assert list(found["modules"].values()) == [2]
+    assert list(found["first"].values()) == [path]
+
+
+PLACES = {"q_proj": "self_attn.", "self_attn": "", "experts": "mlp."}

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from moecache.integrations.transformers._binding import Binding
 from moecache.integrations.transformers._operators import number, numbered, operator
+from moecache.layout import ExpertLayout
 from moecache.prefetch.predict import Prediction, Predictor
 from moecache.prefetch.prefetcher import MAX_ROWS
 
@@ -175,3 +177,24 @@ def _likeliest(output: Any, n: int) -> np.ndarray:
         values[ids] = np.arange(-1e9 - 64 * len(ids), -1e9, 64)[: len(ids)]
     likeliest = np.argpartition(values, n - 1)[:n]
     return likeliest[np.argsort(values[likeliest])].astype(np.int32)
+
+
+def routers_by_layer(
+    model: Any, bindings: Sequence[Binding], layout: ExpertLayout
+) -> list[nn.Module | None]:
+    """Return the routers to look ahead with, by layer of a runtime; none if no module is one."""
+    routers: list[nn.Module | None] = [None] * layout.num_layers
+    found = find_routers(model, [binding.path for binding in bindings])
+    for binding, router in zip(bindings, found, strict=True):
+        routers[binding.layer] = router
+    if not any(found):
+        logger.warning("transformers.no_routers model=%s", type(model).__name__)
+        return []
+    if len(bindings) < len(routers):
+        logger.warning(
+            "transformers.layers_that_do_not_run runtime=%d model=%d open the runtime with "
+            "layers=, or the first layer is not foreseen",
+            len(routers),
+            len(bindings),
+        )
+    return routers

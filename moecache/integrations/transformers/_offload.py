@@ -8,21 +8,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-import torch
 import transformers
 from torch import nn
 
 from moecache.errors import CapacityError, MoeCacheError
 from moecache.integrations.transformers import _llama4, _longcat, _step3p7
-from moecache.integrations.transformers._binding import Binding, bind_to, usual_compute
+from moecache.integrations.transformers._binding import bind_to, usual_compute
 from moecache.integrations.transformers._decoding import Decoder
+from moecache.integrations.transformers._detaching import read_experts
 from moecache.integrations.transformers._device_tokens import DeviceTokens
 from moecache.integrations.transformers._experts import (
-    ROLES,
     NotCopied,
     become_again,
-    described,
     dispatch,
     is_llama4,
     is_transposed,
@@ -39,20 +36,20 @@ from moecache.integrations.transformers._figures import compute_stats
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, unguard
 from moecache.integrations.transformers._installing import install, uninstall
 from moecache.integrations.transformers._kernels import is_copied, make_kernels
-from moecache.integrations.transformers._lookahead import RouterLookAhead, find_routers
+from moecache.integrations.transformers._lookahead import (
+    RouterLookAhead,
+    find_routers,
+    routers_by_layer,
+)
 from moecache.integrations.transformers._native import thaw
 from moecache.integrations.transformers._on_device import join_torch
 from moecache.integrations.transformers._parallel import agree_before
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._sequences import SequenceHook
 from moecache.integrations.transformers._slots import (
-    GATE_UP,
     LAYER,
     SlotLayer,
     SlotWeights,
-    as_tensor,
-    device_of,
-    values_of,
 )
 from moecache.integrations.transformers.prompts import bytes_per_token
 from moecache.interrupts import uninterrupted
@@ -118,7 +115,9 @@ class Offload(NotCopied):
         self._before = runtime.predictor, None if prefetch is None else prefetch.mode
         self._look_ahead: RouterLookAhead | None = None
         # Calls that may fail come first, and interrupts wait: the model is changed as a whole.
-        routers = self._routers(model, look_ahead)
+        _, mode = self._before
+        looks_ahead = mode == "auto" if look_ahead is None else mode is not None and look_ahead
+        routers = routers_by_layer(model, self._bindings, runtime.layout) if looks_ahead else []
         with uninterrupted():
             # Llama 4's and LongCat's that were patched; raises before anything was changed.
             self._blocks = [
@@ -243,7 +242,7 @@ class Offload(NotCopied):
             )
         done, weights = 0, []
         for binding in self._bindings:
-            weights.append(self._read(binding))
+            weights.append(read_experts(self.runtime, binding))
             done += num_bytes(binding.module)
             if progress is not None:
                 progress(done, needed)
@@ -352,64 +351,11 @@ class Offload(NotCopied):
             layers.append(layer)
         return layers
 
-    def _routers(
-        self, model: transformers.PreTrainedModel, wanted: bool | None
-    ) -> list[nn.Module | None]:
-        """Return the routers to look ahead with, by layer of the runtime; none if not to."""
-        _, mode = self._before
-        if mode is None or not (mode == "auto" if wanted is None else wanted):
-            return []
-        routers: list[nn.Module | None] = [None] * self.runtime.layout.num_layers
-        found = find_routers(model, self.paths)
-        for binding, router in zip(self._bindings, found, strict=True):
-            routers[binding.layer] = router
-        if not any(found):
-            logger.warning("transformers.no_routers model=%s", type(model).__name__)
-            return []
-        if len(self._bindings) < len(routers):
-            logger.warning(
-                "transformers.layers_that_do_not_run runtime=%d model=%d open the runtime with "
-                "layers=, or the first layer is not foreseen",
-                len(routers),
-                len(self._bindings),
-            )
-        return routers
-
     def _start_look_ahead(self, routers: list[nn.Module | None]) -> None:
         if routers:
             predictor, mode = self._before
             self._look_ahead = RouterLookAhead(routers, predictor)
             self.runtime.use_predictor(self._look_ahead, "auto" if mode == "auto" else "router")
-
-    # Weights that are given back in inference mode can be trained all the same.
-    @torch.inference_mode(mode=False)
-    def _read(self, binding: Binding) -> dict[str, nn.Parameter]:
-        store, layer = self.runtime.store, binding.layer
-        weights = {
-            name: torch.empty(shape, dtype=dtype, device=device_of(self.runtime))
-            for name, (shape, dtype, _) in described(binding.module).items()
-        }
-        roles = {role.name: role for role in store.layout.layers[layer]}
-        parts = {name: np.empty(role.array_shape, role.dtype) for name, role in roles.items()}
-        for expert in range(store.layout.num_experts):
-            store.read_into(layer, expert, parts)
-            for name, tensor in weights.items():
-                role = roles[ROLES[name]]
-                if role.format:
-                    values = values_of(parts[role.name], role, tensor.dtype, stored=True)
-                else:
-                    values = as_tensor(parts[role.name])
-                if binding.regroup is not None and role.name in GATE_UP:
-                    values = binding.regroup(values)
-                is_turned = binding.has_output_rows and is_transposed(binding.module)
-                is_turned &= values.ndim == 2
-                tensor[expert].copy_(values.t() if is_turned else values)
-        for tensor in weights.values():
-            tensor[store.layout.num_experts :].zero_()  # of LongCat's experts that do nothing
-        return {
-            name: nn.Parameter(tensor, requires_grad=described(binding.module)[name][2])
-            for name, tensor in weights.items()
-        }
 
 
 def attach(

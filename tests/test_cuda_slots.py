@@ -178,6 +178,26 @@ def test_every_stream_that_uses_a_slot_is_waited_for(seed: int) -> None:
     pool.close()
 
 
+def test_a_prompt_names_a_slot_once_for_each_of_its_pairs() -> None:
+    """It is filled before it is read, and refilled behind that; pairs without a slot are none."""
+    device = FakeDevice(eager=False, seed=3)
+    pool = CudaSlots(LAYOUT, 2, device=device)
+    stream = device.create_stream()
+    seen: list[float] = []
+    pairs = np.array([1, -1, 1, 0, 1] * 40, np.int32).reshape(-1, 5)
+    for number in range(1, 4):
+        fill(pool, 0, number)
+        fill(pool, 1, number)
+        with device.using(stream):
+            pool.before_compute(pairs)
+            arrays = [pool.expert(slot, 0)["gate_up"] for slot in range(2)]
+            device.work(lambda arrays=arrays: seen.append(sum(float(a.sum()) for a in arrays)))  # type: ignore[misc]
+        pool.release_after_compute(pairs)
+    device.run()
+    assert seen == [60.0 * number for number in range(1, 4)]
+    pool.close()
+
+
 def test_more_streams_than_are_noted_are_waited_for() -> None:
     """When one more stream comes, the host waits for the one that was unused for longest."""
     device = FakeDevice(eager=False)

@@ -1,5 +1,6 @@
 """StepSource.compute_token: a token's experts, those that are resident first."""
 
+import itertools
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 
 import moecache
 from moecache.errors import MoeCacheError, StoreError
+from moecache.runtime.steps import _group
 from tests.helpers.runtimes import close_beside, make_runtime
 from tests.helpers.stores import FailEachOnce, WrappedStore, numbered_store
 
@@ -144,3 +146,19 @@ def test_close_in_the_middle_ends_a_token() -> None:
     close_beside(runtime, lambda turn: _token(runtime, *tokens[turn % 30]), 0.02)
     with pytest.raises(MoeCacheError, match="closed"):
         _token(runtime, *tokens[0])
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 512, 513, 2000])
+@pytest.mark.parametrize("most", [3, 127, 40_000, 2**40])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_pairs_are_grouped_whatever_their_ids_are(size: int, most: int, dtype: type) -> None:
+    """In the order of the ids, and among equal ones in their own."""
+    most = min(most, np.iinfo(dtype).max)
+    ids = np.random.default_rng(size).integers(-most, most, size).astype(dtype)
+    order, starts = _group(ids)
+    if len(set(ids.tolist())) < size or size > 64:
+        assert order.tolist() == sorted(range(size), key=lambda pair: ids[pair])
+    assert sorted(order.tolist()) == list(range(size))
+    groups = [ids[order[a:b]].tolist() for a, b in itertools.pairwise(starts.tolist())]
+    assert all(len(set(group)) == 1 for group in groups)
+    assert len(groups) == len(set(ids.tolist()))

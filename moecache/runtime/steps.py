@@ -17,6 +17,8 @@ from moecache.loading._step import Step
 
 # Ids that are looked at one by one: faster than to sort them.
 _FEW = 64
+# Ids from which on it is worth it to look for narrow ones.
+_MANY = 512
 # Questions after which finished reads are looked for.
 _LOOK_AFTER = 100
 
@@ -328,7 +330,12 @@ def _group(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if ids.size <= _FEW and len(set(ids.tolist())) == ids.size:
         return _counted(ids.size)  # one token's, usually: any order will do
     # Stable: the pairs of an expert stay in the order of the tokens.
-    order = np.argsort(ids, kind="stable")
+    keys = ids
+    if ids.size > _MANY:
+        # NumPy sorts numbers of 16 bits by their digits, five times as fast.
+        narrow = ids.astype(np.int16)
+        keys = narrow if (narrow == ids).all() else ids
+    order = np.argsort(keys, kind="stable")
     ordered = ids[order]
     starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
     return order, np.concatenate(([0] if ids.size else [], starts, [ids.size])).astype(np.int64)

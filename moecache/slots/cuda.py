@@ -24,6 +24,8 @@ from moecache.units import format_bytes
 # Enough for the copies of a token's misses to follow each other, and for the next reads.
 MAX_PINNED_BYTES = 256 * 2**20
 _MAX_BUFFERS = 64
+# Pairs of a step from which on looking for what comes twice is worth it: a prompt's.
+_FEW_PAIRS = 64
 _MIN_BUFFERS = 4
 
 
@@ -293,12 +295,11 @@ class CudaSlots:
         """
         self._check_open()
         self._settle()
-        leased = [slot for slot in slots.reshape(-1).tolist() if slot >= 0]
-        self._uploads.order(self.device.current_stream(), leased)
+        self._uploads.order(self.device.current_stream(), _held(slots))
 
     def release_after_compute(self, slots: np.ndarray) -> None:
         """Let refills of these slots wait for all that was issued so far in the streams in use."""
-        released = [slot for slot in slots.reshape(-1).tolist() if slot >= 0]
+        released = _held(slots)
         if released and not self._closed and os.getpid() == self._process:
             self._uploads.release(released)
 
@@ -360,6 +361,15 @@ class CudaSlots:
     def _check_open(self) -> None:
         if self._closed:
             raise MoeCacheError("the slots are closed")
+
+
+def _held(slots: np.ndarray) -> list[int]:
+    """Return the slots of a step, whose pairs have -1 for none; of many pairs each slot once."""
+    pairs = slots.reshape(-1)
+    if pairs.size <= _FEW_PAIRS:
+        return [slot for slot in pairs.tolist() if slot >= 0]
+    found: list[int] = np.flatnonzero(np.bincount(pairs[pairs >= 0])).tolist()
+    return found
 
 
 def _end(

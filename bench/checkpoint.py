@@ -1,8 +1,9 @@
 """Random experts: checkpoints of any size, files of experts alone, stacks of layers in memory."""
 
 import functools
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,25 +103,35 @@ def write_checkpoint(directory: Path, size: Size, *, seed: int = 0) -> None:
 
 def write_experts(path: Path, num_layers: int, num_experts: int, hidden: int, width: int) -> None:
     """Write a checkpoint of experts alone, gate, up and down side by side as in real ones."""
-    tensors: dict[str, Any] = {}
+    shapes = [
+        (f"model.layers.{layer}.mlp.experts.{expert}.{piece}_proj.weight", shape)
+        for layer in range(num_layers)
+        for expert in range(num_experts)
+        for piece, shape in (
+            ("gate", (width, hidden)),
+            ("up", (width, hidden)),
+            ("down", (hidden, width)),
+        )
+    ]
+    one = np.frombuffer(np.random.default_rng(0).bytes(6 * hidden * width), np.uint8)
+    write_shard(path, shapes, itertools.repeat(one, num_layers * num_experts))
+
+
+def write_shard(
+    path: Path, shapes: Sequence[tuple[str, tuple[int, ...]]], pieces: Iterable[np.ndarray]
+) -> None:
+    """Write tensors in bfloat16 whose values are those of some arrays, one behind the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for layer in range(num_layers):
-        for expert in range(num_experts):
-            for piece, shape in (
-                ("gate", (width, hidden)),
-                ("up", (width, hidden)),
-                ("down", (hidden, width)),
-            ):
-                start, end = end, end + 2 * hidden * width
-                name = f"model.layers.{layer}.mlp.experts.{expert}.{piece}_proj.weight"
-                tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    header = json.dumps(tensors).encode()
-    header += b" " * (-len(header) % 4096 - 8 % 4096)
-    one = np.random.default_rng(0).bytes(6 * hidden * width)
+    for name, shape in shapes:
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 4096 - 8 % 4096)
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for _ in range(num_layers * num_experts):
-            file.write(one)
+        file.write(len(text).to_bytes(8, "little") + text)
+        for piece in pieces:
+            file.write(memoryview(piece.reshape(-1).view(np.uint8)))
 
 
 def memory_store(

@@ -9,12 +9,12 @@
     python bench/gpu.py report --work DIR --out FILE --stage NAME... [--fact KEY=VALUE]...
 
 A measurement is the function `measure_...` (device, arguments) of the module beside this one that
-`MEASUREMENTS` names; its options and its table are here. Its device is an argument, so that tests
-run all of it on one that they made; `host` needs none. The report puts what the stages of
-bench/gpu.sh left into one JSON, and says whether all went well; a stage leaves NAME.status (exit
-code, seconds, seconds allowed), NAME.log, and maybe NAME.json or NAME.xml. It needs Python alone,
-so that there is one of a build that failed, too: this file imports nothing else before something
-is measured.
+`MEASUREMENTS` names; its options are here, and its table is in `bench.gpu_tables`. Its device is an
+argument, so that tests run all of it on one that they made; `host` needs none. The report puts what
+the stages of bench/gpu.sh left into one JSON, and says whether all went well; a stage leaves
+NAME.status (exit code, seconds, seconds allowed), NAME.log, and maybe NAME.json or NAME.xml. It
+needs Python alone, so that there is one of a build that failed, too: this file imports nothing else
+before something is measured.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from moecache.cuda import Device
 
 MEASUREMENTS = {
@@ -142,6 +139,7 @@ def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
     # Not with this file, of which a report needs a part that imports nothing.
     from rich.console import Console
 
+    from bench.gpu_tables import SHOWN, show_bounds
     from bench.machine import describe_machine
     from moecache.cuda import open_device
     from moecache.errors import MoeCacheError
@@ -193,200 +191,10 @@ def bound(
     }
 
 
-def show_bounds(bounds: Iterable[Mapping[str, Any]], console: Console) -> bool:
-    """Print each bound; return whether all hold."""
-    holds = True
-    for one in bounds:
-        holds &= one["holds"]
-        found = "     -" if one["found"] is None else f"{one['found']:6.3f}"
-        console.print(
-            f"{'yes' if one['holds'] else 'NO ':3} {found} {one['relation']} {one['limit']}  "
-            f"{one['name']}{'  (' + one['note'] + ')' if one['note'] else ''}"
-        )
-    return holds
-
-
 def turns(contestants: Sequence[T], run: int) -> list[T]:
     """Return the order of the contestants in a run: each goes first once in a while."""
     first = run % len(contestants)
     return [*contestants[first:], *contestants[:first]]
-
-
-def show_upload(found: dict[str, Any], console: Console) -> None:
-    """Print a row for each size and way, and the look-ups."""
-    from rich.table import Table
-
-    from moecache.units import format_bytes, format_bytes_per_s
-
-    table = Table("experts", "way", "of the link", "rate", "while copying", "link", "pinned")
-    for row in found["uploads"]:
-        if row["refused"]:
-            table.add_row(row["size"], row["way"], "refused")
-            continue
-        table.add_row(
-            row["size"],
-            row["way"],
-            f"{row['share']:.3f}",
-            format_bytes_per_s(statistics.median(row["bytes_per_s"])),
-            format_bytes_per_s(row["busy_bytes_per_s"]),
-            format_bytes_per_s(statistics.median(row["link_bytes_per_s"])),
-            format_bytes(row["pinned_bytes"]),
-        )
-    console.print(table)
-    storm = found["look_ups"]
-    quiet, stormy = (statistics.median(storm[f"{kind}_p99_ns"]) for kind in ("quiet", "storm"))
-    console.print(
-        f"look-up p99: quiet {quiet / 1e3:.1f} us, in a storm of "
-        f"{format_bytes_per_s(storm['storm_bytes_per_s'])} {stormy / 1e3:.1f} us"
-    )
-
-
-def show_decode(found: dict[str, Any], console: Console) -> None:
-    """Print a row for each way."""
-    from rich.table import Table
-
-    from moecache.units import format_bytes, format_bytes_per_s
-
-    _show_stack(found, console)
-    if found["scaled"]:
-        console.print(found["scaled"])
-    table = Table(
-        "", "tokens/s", "of resident", "of the link", "copied/token", "waited/token", "hit rate"
-    )
-    for name, way in found["ways"].items():
-        table.add_row(
-            name,
-            f"{way['tokens_per_s']:.2f}",
-            f"{way['of_resident']:.3f}",
-            f"{way['of_link']:.3f}",
-            format_bytes(round(way["bytes_per_token"])),
-            f"{way['stall_ns_per_token'] / 1e6:.3f} ms",
-            f"{way['hit_rate']:.3f}",
-        )
-    console.print(table)
-    rate = found["ways"]["all resident"]["link_bytes_per_s"]
-    console.print(f"one large copy from pinned memory: {format_bytes_per_s(rate)}")
-    _show_refused(found, console)
-
-
-def show_resident(found: dict[str, Any], console: Console) -> None:
-    """Print a row for each way."""
-    from rich.table import Table
-
-    from moecache.units import format_bytes_per_s
-
-    _show_stack(found, console)
-    table = Table(
-        "slots",
-        "tokens/s",
-        "of resident",
-        "device us/layer",
-        "host us/layer",
-        "hits",
-        "stalls/token",
-        "waited/token",
-    )
-    for name, way in found["ways"].items():
-        table.add_row(
-            name,
-            f"{way['tokens_per_s']:.2f}",
-            f"{way['of_resident']:.3f}",
-            f"{way['device_us_per_layer']:.1f}",
-            f"{way['host_us_per_layer']:.1f}",
-            f"{way['hit_rate']:.3f}",
-            f"{way['stalls_per_token']:.2f}",
-            f"{way['stall_ns_per_token'] / 1e6:.3f} ms",
-        )
-    console.print(table)
-    rate = format_bytes_per_s(found["copy_bytes_per_s"])
-    console.print(f"one large copy inside the device, read and written: {rate}")
-    _show_refused(found, console)
-
-
-def _show_stack(found: dict[str, Any], console: Console) -> None:
-    """Print what was decoded."""
-    from bench.checkpoint import StackSize
-
-    stack = {key: value for key, value in found["stack"].items() if key != "bytes"}
-    console.print(f"{StackSize(**stack).describe()}; routing of {found['routing']}", markup=False)
-
-
-def _show_refused(found: dict[str, Any], console: Console) -> None:
-    """Print the ways that could not be opened, and why."""
-    for name, reason in found["refused"].items():
-        console.print(f"{name} was refused: {reason}", markup=False)
-
-
-def show_formats(found: dict[str, Any], console: Console) -> None:
-    """Print a row for each format."""
-    from rich.table import Table
-
-    from moecache.units import format_bytes, format_bytes_per_s
-
-    table = Table("format", "a layer reads", "us/layer", "weights read", "of a copy")
-    for name, row in found["formats"].items():
-        if "refused" in row:
-            table.add_row(name, row["refused"])
-            continue
-        table.add_row(
-            name,
-            format_bytes(row["layer_bytes"]),
-            f"{row['device_us_per_layer']:.1f}",
-            format_bytes_per_s(row["weight_bytes_per_s"]),
-            f"{row['of_copy']:.3f}",
-        )
-    console.print(table)
-    rate = format_bytes_per_s(found["copy_bytes_per_s"])
-    console.print(f"one large copy inside the device, read and written: {rate}")
-
-
-def show_model(found: dict[str, Any], console: Console) -> None:
-    """Print a row for each way."""
-    from rich.table import Table
-
-    table = Table("slots", "tokens/s", "hits", "prompt of 512", "loaded", "captured")
-    for name, way in found["ways"].items():
-        if "refused" in way:
-            table.add_row(name, way["refused"])
-            continue
-        table.add_row(
-            name,
-            f"{way['tokens_per_s']:.2f}",
-            f"{way['hit_rate']:.3f}",
-            f"{way['prompt_s']:.3f} s",
-            f"{way['loaded_s']:.1f} s",
-            f"{way['captured_s']:.2f} s" if "captured_s" in way else "",
-        )
-    console.print(table)
-
-
-def show_memory(found: dict[str, Any], console: Console) -> None:
-    """Print what was lost."""
-    for name in ("evictions", "rounds"):
-        part = found[name]
-        console.print(
-            f"{name}: {part[f'num_{name}']}, device bytes lost {part['device_bytes_lost']}, "
-            f"RAM grown by {part['rss_bytes_grown']} bytes"
-        )
-
-
-def show_host(found: dict[str, Any], console: Console) -> None:
-    """Print a row for each policy and way."""
-    for policy in ("echo", "lru"):
-        for way, value in found[policy].items():
-            console.print(f"{policy:5} {way:22} {value:8.3f}")
-
-
-SHOWN = {
-    "upload": show_upload,
-    "decode": show_decode,
-    "resident": show_resident,
-    "mxfp4": show_resident,
-    "formats": show_formats,
-    "model": show_model,
-    "memory": show_memory,
-    "host": show_host,
-}
 
 
 def read_stage(work: Path, name: str) -> dict[str, Any]:

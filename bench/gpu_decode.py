@@ -179,7 +179,6 @@ class LayerRow(Row):
 
     def __init__(self, decoder: Decoder, place: Place, timer: Timer) -> None:
         super().__init__(decoder)
-        self._stream = place.stream
         self._num_layers = place.inputs.size.num_layers
         self._timer = timer
 
@@ -209,14 +208,7 @@ class LayerRow(Row):
 
     def _time(self, token: int) -> tuple[int, int]:
         """Return what a token's layers take on the device, and on the host right after that."""
-        self.decoder.bring_in(token)
-        self.decoder.finish()
-        if isinstance(self.decoder, GraphDecoder):
-            # The device is busy with this while the host issues what is timed: in an empty stream
-            # the host's launch of a graph would be part of the device's time.
-            self.decoder.compute()
-        computed = self._timer.time_ns(self.decoder.compute, self._stream)
-        return computed, self.decoder.host_ns()
+        return self.decoder.device_ns(token, self._timer), self.decoder.host_ns()
 
 
 @dataclass

@@ -22,7 +22,6 @@ from bench.gpu_copies import DeviceCopy, Timer
 from bench.gpu_stack import (
     Decoder,
     GraphDecoder,
-    Place,
     check_bits,
     open_place,
     open_stack,
@@ -61,8 +60,8 @@ def measure_formats(device: Device, arguments: Namespace) -> dict[str, Any]:
         copy_bytes = parse_bytes(arguments.copy_bytes)
         copy = stack.enter_context(DeviceCopy(device, place.stream, copy_bytes))
         decoders: dict[str, Decoder] = {}
+        total = size.num_layers * size.num_experts
         for name in names:
-            total = size.num_layers * size.num_experts
             try:
                 runtime = stack.enter_context(open_stack(device, replace(size, format=name), total))
                 check_experts(runtime.layout)
@@ -84,7 +83,8 @@ def measure_formats(device: Device, arguments: Namespace) -> dict[str, Any]:
         for run in range(arguments.runs):
             copies.append(copy.bytes_per_s())
             for name in turns(list(graphs), run):
-                times[name].append(_layer_us(graphs[name], timer, place))
+                found = [graphs[name].device_ns(token, timer) for token in range(len(trace))]
+                times[name].append(statistics.median(found) / 1e3 / size.num_layers)
                 # As it comes: an interrupt leaves what is done.
                 expert_bytes = replace(size, format=name).expert_bytes
                 rows[name] = _row(size.top_k * expert_bytes, times[name], copies)
@@ -128,14 +128,3 @@ def _compile(decoders: Mapping[str, Decoder]) -> None:
     with ThreadPoolExecutor() as pool:
         for made in [pool.submit(on_device, one.runtime) for one in decoders.values()]:
             made.result()
-
-
-def _layer_us(graph: GraphDecoder, timer: Timer, place: Place) -> float:
-    """Return the microseconds that a layer takes on the device, the median of some tokens."""
-    found = []
-    for token in range(place.inputs.num_tokens):
-        graph.bring_in(token)
-        # The device is busy with this while the host issues what is timed.
-        graph.compute()
-        found.append(timer.time_ns(graph.compute, place.stream))
-    return statistics.median(found) / 1e3 / place.inputs.size.num_layers

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.checkpoint import BFLOAT16, StackSize, random_weights
+from bench.checkpoint import BFLOAT16, StackSize, random_weights, write_shard
 from bench.gpu import bound
 from bench.gpu_bits import culprits
 from moecache.cuda import Device
@@ -158,12 +158,12 @@ def write_model(path: Path, size: StackSize) -> None:
             for part, shape in parts
         ]
         shard = f"experts-{layer:02}.safetensors"
-        _write_shard(path / shard, names, [experts[shift:], experts[:shift]])
+        write_shard(path / shard, names, [experts[shift:], experts[:shift]])
         weight_map.update(dict.fromkeys((name for name, _ in names), shard))
 
     def write_trunk() -> None:
         shapes = [(name, array.shape) for name, array in trunk.items()]
-        _write_shard(path / "trunk.safetensors", shapes, list(trunk.values()))
+        write_shard(path / "trunk.safetensors", shapes, list(trunk.values()))
         weight_map.update(dict.fromkeys(trunk, "trunk.safetensors"))
 
     with ThreadPoolExecutor(WRITERS) as pool:
@@ -180,23 +180,6 @@ def _larger(weights: np.ndarray) -> np.ndarray:
     bits = weights.view(np.uint16)
     bits += np.uint16(LARGER << 7)
     return weights
-
-
-def _write_shard(
-    path: Path, shapes: Sequence[tuple[str, tuple[int, ...]]], pieces: Sequence[np.ndarray]
-) -> None:
-    """Write tensors in bfloat16 whose values are those of some arrays, one behind the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes:
-        start, end = end, end + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 4096 - 8 % 4096)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for piece in pieces:
-            file.write(memoryview(piece.reshape(-1).view(np.uint8)))
 
 
 def _ours(path: Path, share: float, arguments: Namespace) -> dict[str, Any]:

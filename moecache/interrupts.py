@@ -46,10 +46,10 @@ class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.supp
         global _owner  # noqa: PLW0603 - there is one main thread, and it has one outermost section
         if threading.get_ident() != _main:
             return
-        if _held:
+        if _held or _noted:
             if _owner is not None and _owner() is not None:  # a section around this one
                 return
-            # What an earlier section could not put back: another signal's handler raised there.
+            # What an earlier section could not end: another signal's handler raised there.
             _release()
         # Spelled out: a step has several sections.
         alarm, interrupt, end = _handler_of(_ALARM), _handler_of(_INTERRUPT), _handler_of(_END)

@@ -295,11 +295,11 @@ class CudaSlots:
         """
         self._check_open()
         self._settle()
-        self._uploads.order(self.device.current_stream(), _held(slots))
+        self._uploads.order(self.device.current_stream(), _slots_of(slots))
 
     def release_after_compute(self, slots: np.ndarray) -> None:
         """Let refills of these slots wait for all that was issued so far in the streams in use."""
-        released = _held(slots)
+        released = _slots_of(slots)
         if released and not self._closed and os.getpid() == self._process:
             self._uploads.release(released)
 
@@ -363,9 +363,9 @@ class CudaSlots:
             raise MoeCacheError("the slots are closed")
 
 
-def _held(slots: np.ndarray) -> list[int]:
-    """Return the slots of a step, whose pairs have -1 for none; of many pairs each slot once."""
-    pairs = slots.reshape(-1)
+def _slots_of(pairs: np.ndarray) -> list[int]:
+    """Return the slots of pairs, -1 for those that have none; of many pairs each slot once."""
+    pairs = pairs.reshape(-1)
     if pairs.size <= _FEW_PAIRS:
         return [slot for slot in pairs.tolist() if slot >= 0]
     found: list[int] = np.flatnonzero(np.bincount(pairs[pairs >= 0])).tolist()

@@ -93,7 +93,7 @@ def run_benchmark(mark: Path, name: str, result: str) -> int:
         return run_model(mark, result)
     second: Any = stopping(mark, gpu_decode.Contest._run)
     gpu_decode.Contest._run = second  # type: ignore[method-assign]
-    gpu_formats._layer_us = stopping(mark, gpu_formats._layer_us)
+    gpu_formats._row = stopping(mark, gpu_formats._row)
     gpu_copies.look_ups = gpu_memory.rounds = lambda *_, **__: stop(mark)
     options = [name, "--json", result]
     size: Any = StackSize(num_layers=2, num_experts=8, top_k=2, hidden=32, width=16)

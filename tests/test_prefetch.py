@@ -4,11 +4,13 @@ import gc
 import logging
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from moecache.errors import StoreError
+from moecache.prefetch.prefetcher import Prefetcher
 from moecache.prefetch.queue import DEPTH
 from moecache.telemetry import PrefetchStats
 from tests.helpers.pages import wait_until
@@ -204,6 +206,27 @@ def test_a_dropped_runtime_takes_its_thread_with_it() -> None:
     runtime.hint(0, [0])
     del runtime
     gc.collect()
+    wait_until(lambda: "moecache-prefetch" not in {one.name for one in threading.enumerate()})
+
+
+def test_a_thread_that_finds_its_prefetcher_in_its_last_moment_ends_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weak reference gives an object while it is finalized: the thread saves it by that."""
+    finalize = Prefetcher.__del__
+
+    def finalize_slowly(prefetcher: Prefetcher) -> None:
+        finalize(prefetcher)
+        time.sleep(0.05)  # the thread runs meanwhile
+
+    monkeypatch.setattr(Prefetcher, "__del__", finalize_slowly)
+    runtime = make_runtime("hints", loader_threads=0)
+    runtime.hint(0, [0])
+    prefetcher = prefetcher_of(runtime)
+    wait_until(lambda: prefetcher._idle)
+    del runtime
+    gc.collect()
+    del prefetcher
     wait_until(lambda: "moecache-prefetch" not in {one.name for one in threading.enumerate()})
 
 

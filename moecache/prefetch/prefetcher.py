@@ -362,6 +362,9 @@ class Prefetcher:
 
     def __del__(self) -> None:
         """End the thread of a runtime that was dropped without `close`."""
+        # Weak references still give this object while this runs, and the thread may take one: it
+        # must find the end then, as nothing wakes it a second time.
+        self.closed = True
         self._wake.put(None)
 
 

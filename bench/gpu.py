@@ -20,11 +20,13 @@ before something is measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import signal
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -143,7 +145,6 @@ def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
     from bench.machine import describe_machine
     from moecache.cuda import open_device
     from moecache.errors import MoeCacheError
-    from moecache.interrupts import uninterrupted
 
     what = arguments.what
     console = Console(width=140, highlight=False)
@@ -160,20 +161,41 @@ def run_benchmark(arguments: argparse.Namespace, device: Device | None) -> int:
     module = importlib.import_module(MEASUREMENTS[what][0])
     # What is done so far: a measurement that is interrupted leaves that.
     arguments.progress = {}
-    try:
-        found |= getattr(module, f"measure_{what}")(device, arguments)
-    except KeyboardInterrupt:
-        found |= {"partial": True, **arguments.progress, "bounds": []}
-        # `timeout` sends two: to its child, and to its group.
-        with uninterrupted():
+    with _one_interrupt():
+        try:
+            found |= getattr(module, f"measure_{what}")(device, arguments)
+        except KeyboardInterrupt:
+            found |= {"partial": True, **arguments.progress, "bounds": []}
             if arguments.json:
                 arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-        console.print(f"interrupted; done: {', '.join(arguments.progress) or 'nothing'}")
-        return INTERRUPTED
+            console.print(f"interrupted; done: {', '.join(arguments.progress) or 'nothing'}")
+            return INTERRUPTED
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     SHOWN[what](found, console)
     return 0 if show_bounds(found["bounds"], console) or what == "host" else 1
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Let Ctrl-C interrupt a block once; what it writes then is not lost to another one.
+
+    `timeout` sends two: to its child, and to its group.
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(*_: object) -> None:
+        # Here, not where it is caught: another one may come on the way there.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
 
 
 def bound(

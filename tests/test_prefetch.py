@@ -222,11 +222,11 @@ def test_a_thread_that_finds_its_prefetcher_in_its_last_moment_ends_all_the_same
     monkeypatch.setattr(Prefetcher, "__del__", finalize_slowly)
     runtime = make_runtime("hints", loader_threads=0)
     runtime.hint(0, [0])
-    prefetcher = prefetcher_of(runtime)
-    wait_until(lambda: prefetcher._idle)
+    kept = [prefetcher_of(runtime)]
+    wait_until(lambda: kept[0]._idle)
     del runtime
     gc.collect()
-    del prefetcher
+    kept.clear()
     wait_until(lambda: "moecache-prefetch" not in {one.name for one in threading.enumerate()})
 
 

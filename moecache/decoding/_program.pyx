@@ -69,7 +69,7 @@ from moecache.kernels.matrices import type_of
 
 cnp.import_array()
 
-# Rows of a call: more are a prompt, which torch multiplies as fast.
+# Rows of a call, if nobody says: more are a prompt.
 cdef enum:
     ROWS = 16
 MAX_ROWS = ROWS
@@ -193,16 +193,18 @@ cdef class Program:
     ----------
     recipe : Recipe
     cache : ExpertCache
+    max_rows : int, default 16
+        Rows of a call, at most.
 
     Attributes
     ----------
-    hidden : ndarray of float32, shape [16, hidden_size]
+    hidden : ndarray of float32, shape [max_rows, hidden_size]
         Embeddings of the tokens; to be filled in before a call begins.
-    normed : ndarray of float32, shape [16, hidden_size]
+    normed : ndarray of float32, shape [max_rows, hidden_size]
         Input of the experts that are asked for.
-    ids : ndarray of int32, shape [16, top_k]
+    ids : ndarray of int32, shape [max_rows, top_k]
         The router's choice.
-    rows : ndarray of float32, shape [16 * top_k, hidden_size]
+    rows : ndarray of float32, shape [max_rows * top_k, hidden_size]
         Results of each (token, choice) pair, before their sum.
     num_resident : int
         Layers of this call whose experts were all resident.
@@ -216,6 +218,7 @@ cdef class Program:
 
     cdef Layer *layers
     cdef int64_t num_layers, hidden_size, top_k
+    cdef readonly int64_t max_rows
     cdef Norm norm
     cdef Linear head
     cdef ExpertCache cache
@@ -229,7 +232,7 @@ cdef class Program:
     cdef int64_t *num_single
     cdef int64_t *busy_ns
     cdef cnp.ndarray _work
-    # Parts of `_work`, each for 16 rows.
+    # Parts of `_work`, each for all rows.
     cdef float *queries
     cdef float *keys
     cdef float *values
@@ -254,6 +257,8 @@ cdef class Program:
     cdef int64_t *places
     cdef const uint8_t **inputs
     cdef const uint8_t **hidden_inputs
+    # Of a product: where each row is.
+    cdef const uint8_t **given
     # The call.
     cdef int64_t at, num_rows, each, longest
     # Of each layer: what its rows see, and of which type it is.
@@ -268,16 +273,19 @@ cdef class Program:
     cdef cnp.ndarray sequences
     cdef bint is_spread
 
-    def __cinit__(self, recipe, ExpertCache cache not None):
+    def __cinit__(self, recipe, ExpertCache cache not None, int64_t max_rows=ROWS):
         cdef int64_t i
+        if not 1 <= max_rows <= 1 << 20:
+            raise ConfigError(f"a program has no {max_rows} rows")
+        self.max_rows = max_rows
         self.recipe, self.cache, self.owners = recipe, cache, []
         self.scores, self.held, self.types = NULL, NULL, NULL
         self.num_products, self.num_single, self.busy_ns = NULL, NULL, NULL
         self.slots, self.some, self.offsets, self.pairs, self.places = NULL, NULL, NULL, NULL, NULL
-        self.inputs, self.hidden_inputs = NULL, NULL
+        self.inputs, self.hidden_inputs, self.given = NULL, NULL, NULL
         self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
         self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
-        self.held = <mc_held *>calloc(max(1, self.num_layers) * ROWS, sizeof(mc_held))
+        self.held = <mc_held *>calloc(max(1, self.num_layers) * max_rows, sizeof(mc_held))
         self.types = <int *>calloc(max(1, self.num_layers), sizeof(int))
         self.num_products = <int64_t *>calloc(3 * max(1, self.num_layers), sizeof(int64_t))
         if (
@@ -307,6 +315,7 @@ cdef class Program:
         free(self.places)
         free(self.inputs)
         free(self.hidden_inputs)
+        free(self.given)
 
     cdef int _bind_norm(self, Norm *norm, given, int64_t multiple_of) except -1:
         cdef cnp.ndarray weight
@@ -479,8 +488,8 @@ cdef class Program:
         )
 
     cdef int _reserve(self) except -1:
-        """Allocate what 16 rows need."""
-        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0, num = ROWS * self.top_k
+        """Allocate what all rows need."""
+        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0, num = self.max_rows * self.top_k
         cdef int part
         cdef float *base
         cdef float **parts[11]
@@ -525,23 +534,23 @@ cdef class Program:
         sizes[9] = self.top_k
         for i in range(11):
             sizes[i] = (sizes[i] + 15) & ~15
-            total += sizes[i] * ROWS
+            total += sizes[i] * self.max_rows
         self.converted_bytes = (most + 63) & ~63
         expert_row = (expert_row + 63) & ~63
         self._reserve_pairs(num)
-        shape = ROWS, self.hidden_size
+        shape = self.max_rows, self.hidden_size
         self.hidden, self.normed = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        self.ids = np.zeros((ROWS, self.top_k), np.int32)
-        self.rows = np.zeros((ROWS * self.top_k, self.hidden_size), np.float32)
+        self.ids = np.zeros((self.max_rows, self.top_k), np.int32)
+        self.rows = np.zeros((num, self.hidden_size), np.float32)
         self._work = np.zeros(
-            total * 4 + 2 * ROWS * self.converted_bytes + num * expert_row + 64, np.uint8
+            total * 4 + 2 * self.max_rows * self.converted_bytes + num * expert_row + 64, np.uint8
         )
         base = <float *>((<uintptr_t>cnp.PyArray_DATA(self._work) + 63) & ~<uintptr_t>63)
         for i in range(11):
             parts[i][0] = base
-            base += sizes[i] * ROWS
+            base += sizes[i] * self.max_rows
         self.converted = <uint8_t *>base
-        self.expert_hidden = self.converted + 2 * ROWS * self.converted_bytes
+        self.expert_hidden = self.converted + 2 * self.max_rows * self.converted_bytes
         return 0
 
     cdef int _reserve_pairs(self, int64_t num) except -1:
@@ -553,11 +562,13 @@ cdef class Program:
         self.places = <int64_t *>malloc(<size_t>experts * sizeof(int64_t))
         self.inputs = <const uint8_t **>malloc(<size_t>(2 * num) * sizeof(uint8_t *))
         self.hidden_inputs = <const uint8_t **>malloc(<size_t>num * sizeof(uint8_t *))
+        self.given = <const uint8_t **>malloc(<size_t>self.max_rows * sizeof(uint8_t *))
         if (
             self.slots == NULL or self.some == NULL or self.offsets == NULL or self.pairs == NULL
             or self.places == NULL or self.inputs == NULL or self.hidden_inputs == NULL
+            or self.given == NULL
         ):
-            raise MemoryError(f"no memory for {num} experts of {ROWS} rows")
+            raise MemoryError(f"no memory for {num} experts of {self.max_rows} rows")
         return 0
 
     def begin(
@@ -634,10 +645,11 @@ cdef class Program:
         cdef int64_t i, j, num, longest = 0, most = 0
         cdef Layer *layer
         cdef float *scores
-        if not 1 <= each <= ROWS or not 1 <= batch <= ROWS or not 1 <= len(caches) <= ROWS:
+        num = self.max_rows
+        if not 1 <= each <= num or not 1 <= batch <= num or not 1 <= len(caches) <= num:
             raise ConfigError(f"{len(caches)} caches, {batch} rows, {each} tokens are no call")
         num = len(caches) * batch * each
-        if num > ROWS or any([len(pages) != self.num_layers for pages in caches]):
+        if num > self.max_rows or any([len(pages) != self.num_layers for pages in caches]):
             raise ConfigError(f"{num} rows and {len(caches[0])} layers' pages are no call")
         if sequences is not None and (
             sequences.dtype != np.int32 or sequences.size != num
@@ -722,7 +734,7 @@ cdef class Program:
     ) except -1:
         """Note what a layer's rows see."""
         cdef Layer *layer = &self.layers[at]
-        cdef mc_held *held = self.held + at * ROWS
+        cdef mc_held *held = self.held + at * self.max_rows
         cdef int64_t i, sequence, token, size
         cdef KeyValues page
         for i in range(len(caches)):
@@ -807,7 +819,10 @@ cdef class Program:
             if self.layers[i].has_experts and self.layers[i].number == number:
                 layer = &self.layers[i]
                 break
-        if layer == NULL or n < 1 or k > 512 or self.at >= self.num_layers:
+        if (
+            layer == NULL or n < 1 or k > 512 or self.at >= self.num_layers
+            or self.num_rows > ROWS
+        ):
             return None
         e = layer.choice.num_experts
         out = np.empty(min(n, e), np.int32)
@@ -883,7 +898,6 @@ cdef class Program:
     ) noexcept nogil:
         """Write num rows' products; inputs are `step` numbers apart."""
         cdef mc_product product
-        cdef const uint8_t *inputs[ROWS]
         memset(&product, 0, sizeof(product))
         product.level = level_in_use()
         product.matrix = linear.matrix
@@ -893,8 +907,8 @@ cdef class Program:
         product.bias = linear.bias
         product.num_inputs = num
         product.input_type = mc_input_type(product.level, MC_X_F32, &linear.matrix)
-        self._take(&linear.matrix, product.input_type, given, step, num, inputs)
-        product.inputs = inputs
+        self._take(&linear.matrix, product.input_type, given, step, num, self.given)
+        product.inputs = self.given
         run_product(&product)
 
     cdef void _take(
@@ -903,7 +917,7 @@ cdef class Program:
     ) noexcept nogil:
         """Point to rows as a matrix is multiplied by them; there is room for two matrices' rows."""
         cdef int64_t i
-        cdef uint8_t *to = self.converted + part * ROWS * self.converted_bytes
+        cdef uint8_t *to = self.converted + part * self.max_rows * self.converted_bytes
         for i in range(num):
             if wanted == MC_X_F32 and mc_input_columns(matrix) == matrix.columns:
                 inputs[i] = <const uint8_t *>(given + i * step)
@@ -928,7 +942,7 @@ cdef class Program:
         cdef mc_heads heads
         cdef int64_t size = 4 if self.types[self.at] == MC_F32 else 2
         memset(&heads, 0, sizeof(heads))
-        heads.level, heads.held = level_in_use(), self.held + self.at * ROWS
+        heads.level, heads.held = level_in_use(), self.held + self.at * self.max_rows
         heads.first.key_step, heads.first.value_step = layer.held * size, layer.value_held * size
         heads.first.width, heads.first.value_width = layer.held, layer.value_held
         heads.first.type, heads.first.scale = self.types[self.at], layer.scale
@@ -1156,7 +1170,6 @@ cdef class Program:
         cdef mc_experts e = layer.experts
         cdef int64_t i, filled, written, num = self.offsets[num_experts]
         cdef int part
-        cdef const uint8_t *given[ROWS]
         e.level = level_in_use()
         e.slots, e.offsets, e.pairs = slots, self.offsets, pairs
         e.num_experts = num_experts
@@ -1174,10 +1187,10 @@ cdef class Program:
             self._take(
                 &e.up[part].first, e.input_types[part],
                 <const float *>cnp.PyArray_DATA(self.normed), self.hidden_size, self.num_rows,
-                given, part
+                self.given, part
             )
             for i in range(num):
-                self.inputs[part * num + i] = given[pairs[i] // self.top_k]
+                self.inputs[part * num + i] = self.given[pairs[i] // self.top_k]
         filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
         filled = max(filled, mc_input_row_bytes(e.hidden_type, mc_input_columns(&e.down.first)))
         e.hidden.row_bytes = (filled + 63) & ~63

@@ -96,8 +96,8 @@ def child(task: dict[str, Any]) -> None:
     Path(task["join"]).write_text(str(os.getpid()))
     import torch
 
+    from moecache.decoding.streams import TokenTimes
     from moecache.integrations.transformers import load
-    from moecache.integrations.transformers.streams import TokenTimes
     from moecache.runtime import opening
 
     group = Path(task["join"]).parent

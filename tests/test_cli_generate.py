@@ -295,7 +295,7 @@ def test_transformers_is_as_talkative_as_before(tiny_moe: Path) -> None:
 @pytest.mark.parametrize("text", ["plain words", "  indented\n\n  twice ", "é€😀 ü", "tab\tend\n"])
 def test_streamed_parts_are_the_whole_text(tiny_moe: Path, text: str) -> None:
     """A character of several tokens comes with its last; no part is empty."""
-    from moecache.integrations.transformers.streams import TextStream
+    from moecache.decoding.streams import TextStream
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_moe)
     parts: list[str] = []

@@ -41,8 +41,8 @@ def make(
 ) -> tuple[Any, list[np.ndarray]]:
     """Return a text, drawn with a seed or without, and the logits that its tokens are drawn of."""
     from moecache.decoding.sampler import Sampler, Sampling
+    from moecache.decoding.streams import TokenTimes
     from moecache.integrations.transformers.continuing import Text
-    from moecache.integrations.transformers.streams import TokenTimes
 
     seen: list[np.ndarray] = []
     noted: list[Any] = [] if events is None else events
@@ -310,7 +310,7 @@ def test_how_many_at_a_time_is_checked_before_anything_is_loaded(
 
 def test_a_text_whose_client_left_before_it_began_is_no_error(model: Any) -> None:
     """It waited among others' jobs meanwhile; the next one begins."""
-    from moecache.integrations.transformers._ranks import Stopped
+    from moecache.decoding.streams import Stopped
     from moecache.serving.generating import Generating
 
     class Left:

@@ -24,6 +24,7 @@ from tests.helpers.serving import serving, write_chat_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from moecache.decoding.streams import TokenTimes  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
     _device_tokens,
     _offload,
@@ -31,7 +32,6 @@ from moecache.integrations.transformers import (  # noqa: E402
 )
 from moecache.integrations.transformers._device_tokens import DeviceTokens  # noqa: E402
 from moecache.integrations.transformers._token_graph import TokenGraph  # noqa: E402
-from moecache.integrations.transformers.streams import TokenTimes  # noqa: E402
 from tests.helpers.token_graphs import fast, prepared  # noqa: E402
 
 pytestmark = [

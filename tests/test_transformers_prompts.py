@@ -18,6 +18,7 @@ from tests.helpers.offloading import load_in_slots, load_whole
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from moecache.decoding.sampler import Sampling  # noqa: E402
+from moecache.decoding.streams import TokenTimes  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
     continuing,
     generation,
@@ -25,7 +26,6 @@ from moecache.integrations.transformers import (  # noqa: E402
     prompts,
     reading,
 )
-from moecache.integrations.transformers.streams import TokenTimes  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -14,13 +14,13 @@ from tests.helpers.offloading import load_in_slots
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from moecache.decoding.sampler import Sampler, Sampling  # noqa: E402
+from moecache.decoding.streams import TokenTimes  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
     continuing,
     prompts,
     reading,
     together,
 )
-from moecache.integrations.transformers.streams import TokenTimes  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

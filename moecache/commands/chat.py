@@ -201,7 +201,8 @@ class _Conversation:
 
     def _reply(self, text: str) -> None:
         """Generate what follows; a reply that was stopped is one, a failed one never was."""
-        from moecache.integrations.transformers import generation, streams
+        from moecache.decoding import streams
+        from moecache.integrations.transformers import generation
 
         arguments, runtime = self._arguments, self._model.moecache.runtime
         parts: list[str] = []

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moecache.decoding import streams
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
-from moecache.integrations.transformers import generation, streams
+from moecache.integrations.transformers import generation
 from moecache.integrations.transformers.continuing import Mask, Text, ends_of
 from moecache.serving.generating import Generating
 from moecache.serving.logprobs import Noted, NotingSampler

@@ -4,8 +4,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from moecache.decoding.streams import Stopped
 from moecache.integrations.transformers import _following
-from moecache.integrations.transformers._ranks import Stopped
 from moecache.integrations.transformers.continuing import Text, has_loop
 from moecache.integrations.transformers.together import Together
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from moecache import kernels
+from moecache.decoding import streams
 from moecache.errors import ConfigError, FormatError, MoeCacheError, StoreError
 from moecache.integrations.hub import look_up
-from moecache.integrations.transformers import _baselines, generation, load, streams
+from moecache.integrations.transformers import _baselines, generation, load
 from moecache.integrations.transformers._damage import Damage
 from moecache.integrations.transformers._gguf import find_model_config
 from moecache.integrations.transformers._joining import DEFAULT_TIMEOUT_S, begin, join

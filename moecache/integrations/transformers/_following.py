@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.integrations.transformers._ranks import Ranks, Stopped
+from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers.continuing import continue_text
-from moecache.integrations.transformers.streams import TokenTimes
 
 logger = logging.getLogger(__name__)
 

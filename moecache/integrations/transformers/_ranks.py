@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moecache.decoding.streams import Stopped
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.integrations.transformers._experts import NotCopied
 from moecache.integrations.transformers._groups import (
@@ -26,10 +27,6 @@ from moecache.ranks import Placement, Share
 
 # A rank that loads is silent while one call into C keeps the GIL, such as to read a large tensor.
 LOADING_SILENT_S = 10.0
-
-
-class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
-    """Ends a generation that nobody wants to go on; raised and caught here."""
 
 
 class Ranks(NotCopied):

@@ -1,7 +1,6 @@
 """Weights of a trunk that moecache reads: quantized ones, and all of a GGUF file."""
 
 import re
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import transformers
 from torch import nn
 from transformers.utils import logging
 
+from moecache.decoding.memory import CHUNK_BYTES, Memory
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._binding import Targets, kept_dtype
 from moecache.integrations.transformers._native import can_keep, form_of, keep
@@ -20,48 +20,13 @@ from moecache.integrations.transformers._slots import NUMPY_TYPES, as_tensor
 from moecache.integrations.transformers.gguf import Source
 from moecache.kernels import num_threads, values_in
 from moecache.layout import Role
-from moecache.slots._memory import aligned_rows
 from moecache.stores import CheckpointStore
 
 _DIGITS = re.compile(r"\d+")
-_ALIGNMENT = 64
-_CHUNK_BYTES = 64 * 2**20
 _MOST_THREADS = 4
 # Tensors beside a weight, or in place of one, under other names; in regular expressions.
 OTHER_TENSORS = r"qweight|qzeros|scales?|g_idx|qscale_weight|\w+_scale"
 _BESIDE = rf"\.(weight_\w+|{OTHER_TENSORS})$"
-
-
-class Memory:
-    """Memory of a trunk, and of bytes on their way to it.
-
-    Fresh memory costs more time than what is read into it, most of all where it comes in pages of
-    4 KiB: weights are in huge pages, one behind the other, and other bytes where the last were.
-    Any number of threads may call.
-    """
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-        self._chunk = np.empty(0, np.uint8)
-        self._lock = threading.Lock()
-
-    def passing(self, nbytes: int) -> np.ndarray:
-        """Return `nbytes` of scratch memory; this thread's next call may overwrite it."""
-        found: np.ndarray | None = getattr(self._of_thread, "bytes", None)
-        if found is None or len(found) < nbytes:
-            found = self._of_thread.bytes = aligned_rows(1, nbytes)[0]
-        return found[:nbytes]
-
-    def lasting(self, nbytes: int) -> np.ndarray:
-        """Return `nbytes` of zeros, aligned to 64 bytes, which live as long as they are used."""
-        taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if taken > _CHUNK_BYTES // 4:
-            return aligned_rows(1, nbytes)[0]
-        with self._lock:
-            if len(self._chunk) < taken:
-                self._chunk = aligned_rows(1, _CHUNK_BYTES)[0]
-            found, self._chunk = self._chunk[:nbytes], self._chunk[taken:]
-        return found
 
 
 @dataclass(frozen=True)
@@ -159,7 +124,7 @@ def read_trunk(weights: Sequence[TrunkWeight], store: CheckpointStore, *, is_nat
         found: Iterable[Callable[[], None]]
         try:
             # All that are smaller than a chunk in the order of the file.
-            sizes = [weight.nbytes(store) // _CHUNK_BYTES for weight in weights]
+            sizes = [weight.nbytes(store) // CHUNK_BYTES for weight in weights]
             order = sorted(range(len(weights)), key=lambda i: -sizes[i])
             futures = {i: pool.submit(read, weights[i]) for i in order}
             found = (futures[i].result() for i in range(len(weights)))

@@ -11,10 +11,10 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.streams import TokenTimes
 from moecache.integrations.transformers._device_tokens import DeviceTokens
 from moecache.integrations.transformers.prompts import SPAN_PAGES, Span
 from moecache.integrations.transformers.reading import PromptReader
-from moecache.integrations.transformers.streams import TokenTimes
 from moecache.slots import CudaSlots
 
 # Fields of generation_config.json that `Sampling` has, and those that say nothing of one text.

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 import transformers
 
+from moecache.decoding.gguf.chat import no_template, template_failed
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, StoreError
 from moecache.integrations.hub import look_up
 from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._damage import Damage, check_sizes
 from moecache.integrations.transformers._following import announced
-from moecache.integrations.transformers._ranks import Stopped
 from moecache.integrations.transformers.continuing import (
     Mask,
     continue_text,
     ends_of,
     sampling_of,
 )
-from moecache.integrations.transformers.streams import TokenTimes
 from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
 from moecache.stores._checkpoint import read_config
 
@@ -191,19 +191,13 @@ def _apply_template(
     except MemoryError:
         raise
     except Exception as error:  # a template is a program of the model's, and raises what it likes
-        raise ConfigError(
-            f"the model's chat template failed: {' '.join(str(error).split())}; continue the "
-            "text as it is, without a chat"
-        ) from error
+        raise template_failed(error) from error
 
 
 def check_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]] = ()) -> None:
     """Raise a ConfigError if a tokenizer has no chat template, or it fails with such messages."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError(
-            "the model's tokenizer has no chat template: it is no chat model, or its "
-            "chat_template.jinja is missing; continue the text as it is, without a chat"
-        )
+        raise no_template()
     if messages:
         _apply_template(tokenizer, messages, tokenize=True)
 

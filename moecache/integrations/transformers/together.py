@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from moecache.decoding._program import MAX_ROWS
-from moecache.integrations.transformers._ranks import Stopped
+from moecache.decoding.streams import Stopped
 from moecache.integrations.transformers.continuing import Text
 from moecache.integrations.transformers.generation import blamed, check_between_layers
 from moecache.integrations.transformers.prompts import (

@@ -1,6 +1,6 @@
 """Models of GGUF files as transformers builds them: configuration, names, tokenizer."""
 
-from moecache.integrations.transformers.gguf._architecture import Source
+from moecache.decoding.gguf._architecture import Source
 from moecache.integrations.transformers.gguf._architectures import ARCHITECTURES
 from moecache.integrations.transformers.gguf._config import find_config
 from moecache.integrations.transformers.gguf._sources import (

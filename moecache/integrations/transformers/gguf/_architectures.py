@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
+from moecache.decoding.gguf import _softmax
+from moecache.decoding.gguf._architecture import Architecture
+from moecache.decoding.gguf._metadata import Metadata
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf import (
     _blocks,
@@ -13,11 +16,8 @@ from moecache.integrations.transformers.gguf import (
     _linear,
     _mamba,
     _sigmoid,
-    _softmax,
     _windows,
 )
-from moecache.integrations.transformers.gguf._architecture import Architecture
-from moecache.integrations.transformers.gguf._metadata import Metadata
 
 ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
     "afmoe": _layers.AFMOE,

@@ -4,14 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     correction,
     expert_width,
     plain_settings,
 )
+from moecache.decoding.gguf._metadata import Metadata
 from moecache.integrations.transformers.gguf._linear import less_one
-from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _SIGMOID = 2  # of expert_gating_func
 _NORMS = {

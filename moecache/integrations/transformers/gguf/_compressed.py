@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from moecache.integrations.transformers.gguf._architecture import Architecture
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture
+from moecache.decoding.gguf._common import (
     common_settings,
     correction,
     expert_width,
     head_dim,
     rope,
 )
-from moecache.integrations.transformers.gguf._metadata import Metadata
+from moecache.decoding.gguf._metadata import Metadata
 
 _SQRT_SOFTPLUS = 4  # of expert_gating_func
 _PARTS = ("fn", "base", "scale")

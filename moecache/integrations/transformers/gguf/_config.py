@@ -7,9 +7,9 @@ import numpy as np
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
+from moecache.decoding.gguf._metadata import Metadata
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf._architectures import find_architecture
-from moecache.integrations.transformers.gguf._metadata import Metadata
 
 
 def find_config(

@@ -4,16 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     common_settings,
     expert_width,
     group_counts,
     has_bias,
     rope,
 )
+from moecache.decoding.gguf._metadata import Metadata
 from moecache.integrations.transformers.gguf._linear import logarithms
-from moecache.integrations.transformers.gguf._metadata import Metadata
 from moecache.integrations.transformers.gguf._sigmoid import latent_source
 
 _SIGMOID = 2  # of expert_gating_func

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecache.integrations.transformers.gguf._architecture import Architecture
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture
+from moecache.decoding.gguf._common import (
     expert_width,
     has_bias,
     head_dim,
     plain_settings,
 )
-from moecache.integrations.transformers.gguf._metadata import Metadata, as_written
+from moecache.decoding.gguf._metadata import Metadata, as_written
 
 _SIGMOID = 2  # of expert_gating_func
 # llama.cpp computes with these, and files do not say them.

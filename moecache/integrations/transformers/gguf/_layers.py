@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     common_settings,
     correction,
     expert_width,
@@ -12,7 +12,7 @@ from moecache.integrations.transformers.gguf._common import (
     plain_settings,
     rope,
 )
-from moecache.integrations.transformers.gguf._metadata import Metadata
+from moecache.decoding.gguf._metadata import Metadata
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     expert_width,
     has_bias,
     plain_settings,
 )
-from moecache.integrations.transformers.gguf._metadata import Metadata
+from moecache.decoding.gguf._metadata import Metadata
 
 LINEAR_NAMES = {
     "linear_attn.A_log": "ssm_a",

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     common_settings,
     expert_width,
     group_counts,
@@ -12,13 +11,14 @@ from moecache.integrations.transformers.gguf._common import (
     head_dim,
     key_heads,
 )
-from moecache.integrations.transformers.gguf._linear import logarithms
-from moecache.integrations.transformers.gguf._metadata import Metadata
-from moecache.integrations.transformers.gguf._softmax import (
+from moecache.decoding.gguf._metadata import Metadata
+from moecache.decoding.gguf._softmax import (
     granite_settings,
     granite_source,
     permuted_heads,
 )
+from moecache.errors import ConfigError
+from moecache.integrations.transformers.gguf._linear import logarithms
 
 _SIGMOID = 2  # of expert_gating_func
 # Parameters of a layer of Mamba, without the name of its module.

@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     CORRECTION,
     common_settings,
     correction,
@@ -16,7 +15,8 @@ from moecache.integrations.transformers.gguf._common import (
     plain_settings,
     rope,
 )
-from moecache.integrations.transformers.gguf._metadata import Metadata
+from moecache.decoding.gguf._metadata import Metadata
+from moecache.errors import ConfigError
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 

@@ -9,6 +9,9 @@ import numpy as np
 import transformers
 from torch import nn
 
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import key_heads
+from moecache.decoding.gguf._metadata import Metadata
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.integrations.transformers._experts import (
     ROLES,
@@ -16,10 +19,7 @@ from moecache.integrations.transformers._experts import (
     find_experts,
     is_transposed,
 )
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
 from moecache.integrations.transformers.gguf._architectures import find_architecture
-from moecache.integrations.transformers.gguf._common import key_heads
-from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _BLOCK = re.compile(r"^blk\.(\d+)\.")

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     common_settings,
     correction,
     expert_width,
@@ -13,7 +13,7 @@ from moecache.integrations.transformers.gguf._common import (
     has_bias,
     rope,
 )
-from moecache.integrations.transformers.gguf._metadata import Metadata
+from moecache.decoding.gguf._metadata import Metadata
 
 _SIGMOID = 2  # of expert_gating_func
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from moecache.decoding.embedding import Embed
 from moecache.decoding.families import FAMILIES, Family
 from moecache.decoding.recipe import (
     Attention,
@@ -19,7 +20,7 @@ from moecache.decoding.recipe import (
     Router,
 )
 from moecache.integrations.transformers._places import STATIC_ROTARY
-from moecache.integrations.transformers.recipes._embedding import Embed, embedding_of
+from moecache.integrations.transformers.recipes._embedding import embedding_of
 from moecache.integrations.transformers.recipes._parts import (
     NoRecipeError,
     UnknownFamilyError,

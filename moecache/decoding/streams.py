@@ -1,21 +1,20 @@
-"""Streamers of `generate`: when each token came, and its text."""
+"""Streamers: when each token came, and its text."""
 
 import time
 from collections.abc import Callable, Collection
 from typing import Any
-
-import torch
-from transformers.generation.streamers import BaseStreamer
-
-from moecache.integrations.transformers._ranks import Stopped
 
 # A prompt's last tokens: the text before a token decides how the token is written.
 _CONTEXT_TOKENS = 5
 _REPLACEMENT = "\ufffd"
 
 
-class TokenTimes(BaseStreamer):
-    """Notes when each token came; a streamer of `generate`.
+class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
+    """Ends a generation that nobody wants to go on; raised and caught here."""
+
+
+class TokenTimes:
+    """Notes when each token came; has what transformers' `generate` asks of a streamer.
 
     Parameters
     ----------
@@ -66,16 +65,16 @@ class TokenTimes(BaseStreamer):
         return (len(self.stamps_s) - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
     def put(self, value: Any) -> None:
-        """Take the prompt, at the first call, and then each token."""
+        """Take the prompt, at the first call, and then each token: a tensor or an array of ids."""
         now = time.perf_counter()
+        tokens: list[int] = value.reshape(-1).tolist()
         if self._begun_s is None:
             self._begun_s = now
-            self._prompt_tokens = value.numel()
+            self._prompt_tokens = len(tokens)
         else:
             self.stamps_s.append(now)
             if len(self.stamps_s) == 1 and self._on_first is not None:
                 self._on_first()
-            tokens = value.reshape(-1).tolist()
             self.tokens += tokens
             self.take(tokens)
         self.check()
@@ -110,7 +109,7 @@ class TextStream(TokenTimes):
     Parameters
     ----------
     tokenizer : PreTrainedTokenizerBase
-    prompt : Tensor, int64 [1, tokens]
+    prompt : Tensor or ndarray, int64 [1, tokens]
     write : callable (str)
     on_first : callable (), optional
         As that of `TokenTimes`.
@@ -121,7 +120,7 @@ class TextStream(TokenTimes):
     def __init__(
         self,
         tokenizer: Any,
-        prompt: torch.Tensor,
+        prompt: Any,
         write: Callable[[str], None],
         on_first: Callable[[], object] | None = None,
         *,

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from moecache.decoding.gguf._architecture import Source
+from moecache.decoding.gguf._metadata import Metadata
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf._architecture import Source
-from moecache.integrations.transformers.gguf._metadata import Metadata
 
 _TOKENS = ("bos", "eos", "pad")
 # The name of the tensor that corrects a router's scores.

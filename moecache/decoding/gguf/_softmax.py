@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from moecache.integrations.transformers.gguf._architecture import Architecture, Source
-from moecache.integrations.transformers.gguf._common import (
+from moecache.decoding.gguf._architecture import Architecture, Source
+from moecache.decoding.gguf._common import (
     expert_width,
     has_bias,
     head_dim,
     key_heads,
     plain_settings,
 )
-from moecache.integrations.transformers.gguf._metadata import Metadata
+from moecache.decoding.gguf._metadata import Metadata
 
 _QKV = ("attn_q", "attn_k", "attn_v")
 

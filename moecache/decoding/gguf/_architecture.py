@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moecache.integrations.transformers.gguf._metadata import Metadata
+from moecache.decoding.gguf._metadata import Metadata
 
 
 @dataclass(frozen=True, eq=False)

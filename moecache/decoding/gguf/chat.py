@@ -1,0 +1,110 @@
+"""Chat templates: a conversation as the text that a model was trained on, by jinja2."""
+
+import datetime as dt
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from moecache.errors import ConfigError
+
+# Sandboxes of earlier releases can be left.
+_LEAST = (3, 1, 6)
+
+
+def no_template() -> ConfigError:
+    """Return the error that a tokenizer has no chat template."""
+    return ConfigError(
+        "the model's tokenizer has no chat template: it is no chat model, or its "
+        "chat_template.jinja is missing; continue the text as it is, without a chat"
+    )
+
+
+def template_failed(error: Exception) -> ConfigError:
+    """Return the error that a template, which is a program of the model's, has raised one."""
+    return ConfigError(
+        f"the model's chat template failed: {' '.join(str(error).split())}; continue the "
+        "text as it is, without a chat"
+    )
+
+
+def render(
+    template: str | Mapping[str, str] | None,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, str],
+) -> str:
+    """Return a conversation as text, with the beginning of an answer; as transformers does.
+
+    Templates are programs that come with a model: they run in jinja2's sandbox.
+
+    Parameters
+    ----------
+    template : str, mapping of str to str, or None
+        Of several the one that is called "default".
+    messages : sequence of mapping
+        Each with a "role" and its "content".
+    special : mapping of str to str
+        Tokens by their names without "_token".
+
+    Raises
+    ------
+    ConfigError
+        If there is no template, or it refuses these messages.
+    """
+    source = template if isinstance(template, str) else (template or {}).get("default")
+    if source is None:
+        raise no_template()
+    environment = _environment()
+    try:
+        found: str = environment.from_string(source).render(
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            **{f"{name}_token": token for name, token in special.items()},
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # it raises what it likes
+        raise template_failed(error) from error
+    return found
+
+
+def _environment() -> Any:
+    if tuple(map(int, version("jinja2").split(".")[:3])) < _LEAST:
+        raise ConfigError(
+            "chat templates are programs of strangers, and jinja2 before 3.1.6 does not hold them; "
+            "install a later one with: pip install -U jinja2"
+        )
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Answers(Extension):
+        """The tag around what is the model's, which is text like any other here."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            next(parser.stream)
+            body: list[nodes.Node] = parser.parse_statements(
+                ("name:endgeneration",), drop_needle=True
+            )
+            return body
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    def now(form: str) -> str:
+        return dt.datetime.now().astimezone().strftime(form)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Answers, loopcontrols]
+    )
+    made.filters["tojson"] = to_json
+    made.globals.update(raise_exception=refuse, strftime_now=now)
+    return made

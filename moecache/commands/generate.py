@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moecache.commands import collector
+from moecache.commands import collector, without_torch
 from moecache.commands.arguments import (
     PLAIN_MODES,
     add_force,
@@ -37,8 +37,11 @@ from moecache.commands.ranks import (
     telling,
 )
 from moecache.commands.start_line import StartLine
+from moecache.decoding import streams
 from moecache.errors import ConfigError, StoreError
+from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
+from moecache.stores import GgufStore
 from moecache.telemetry import RuntimeStats
 from moecache.telemetry.loading import Loading
 from moecache.traces.trace import TRACE_FILE
@@ -54,8 +57,10 @@ def add_parser(commands: Any) -> None:
         "with its experts in as much memory as --memory says. The text comes on standard output "
         "as it is generated, figures on standard error. It is the same text, token by token, as "
         "that of the model completely in memory, unless --compute asks for kernels, which round "
-        "otherwise. Under torchrun (torchrun --nproc-per-node 2 -m moecache generate ...) the "
-        "experts are spread over its processes. Needs pip install 'moecache[transformers]'.",
+        "otherwise. A quantized GGUF file of Qwen2-MoE, Qwen3-MoE or OLMoE is computed without "
+        "torch, in float32, and needs pip install 'moecache[gguf]'; everything else "
+        "'moecache[transformers]'. Under torchrun (torchrun --nproc-per-node 2 -m moecache "
+        "generate ...) the experts are spread over its processes.",
         epilog="examples: moecache generate ./Qwen3-30B-A3B 'Why is the sky blue?' --chat "
         "--memory 16GiB | moecache generate ./OLMoE-1B-7B 'def main():' --temperature 0 | "
         "moecache generate ./Mixtral-8x7B --chat - < question.txt > answer.txt",
@@ -165,11 +170,15 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         grammar = read_grammar(*texts)
         prompt = _prompt(arguments)
-        store = stack.enter_context(opened(arguments))
+        store = stack.enter_context(
+            opened(arguments, lambda store: bool(without_torch.why_torch(arguments, store)))
+        )
         loading, trunk = Loading(), trunk_read(store)
         line = stack.enter_context(StartLine(console, loading))
+        if isinstance(store, GgufStore) and not without_torch.why_torch(arguments, store):
+            return _run_without_torch(arguments, store, prompt, console, line)
         loading.enter("importing torch", trunk)
-        from moecache.integrations.transformers import _following, generation, streams
+        from moecache.integrations.transformers import _following, generation
 
         stack.enter_context(generation.quiet(verbose=arguments.verbose))
         loading.enter("reading the tokenizer", trunk)
@@ -180,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
         with (
             loaded(arguments, store, line) as model,
             _following.leading(model),
-            _recorded(model, arguments),
+            _recorded(model.moecache.runtime, arguments),
             opened_prefixes(arguments, model) as prefixes,
         ):
             runtime = model.moecache.runtime
@@ -206,6 +215,35 @@ def run(arguments: argparse.Namespace) -> int:
                 console.print(rank_table(_following.gathered_figures(model)), style="dim")
             if arguments.stats:
                 console.print(printable_lines(model.moecache.report()))
+    return 0
+
+
+def _run_without_torch(
+    arguments: argparse.Namespace, store: GgufStore, prompt: str, console: Console, line: StartLine
+) -> int:
+    """Generate by programs alone, and show the figures; return the exit code."""
+    with without_torch.opened_model(arguments, store, prompt, line.loading) as opened:
+        model, tokenizer, ids = opened
+        collector.go_on()
+        line.stop()
+        with _recorded(model.runtime, arguments), LiveLine(console, model.runtime) as text:
+            stream = streams.TextStream(tokenizer, ids, text.write)
+            text.stamps_s, text.prompt = stream.stamps_s, stream.progress
+            try:
+                without_torch.continue_tokens(
+                    model,
+                    ids,
+                    stream,
+                    max_new_tokens=arguments.max_new_tokens,
+                    temperature=arguments.temperature,
+                    seed=arguments.seed,
+                )
+            except KeyboardInterrupt:
+                stream.end()
+                raise
+        console.print(_summary(ids.shape[1], stream, model.runtime.stats()), style="dim")
+        if arguments.stats:
+            console.print(printable_lines(model.runtime.report()))
     return 0
 
 
@@ -249,13 +287,13 @@ def loaded(
 
 
 @contextlib.contextmanager
-def _recorded(model: Any, arguments: argparse.Namespace) -> Iterator[None]:
+def _recorded(runtime: ExpertRuntime, arguments: argparse.Namespace) -> Iterator[None]:
     """Record the routing meanwhile if asked to; fail if the trace cannot be written."""
     path = arguments.record_trace
     if path is None:
         yield
         return
-    with model.moecache.runtime.record_trace(path, force=arguments.force) as recording:
+    with runtime.record_trace(path, force=arguments.force) as recording:
         yield
     if not recording.saved:
         raise StoreError(f"{path}: the trace was not written; is there room?")

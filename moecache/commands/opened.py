@@ -16,11 +16,15 @@ from moecache.stores import CheckpointStore, open_store
 
 
 @contextlib.contextmanager
-def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
+def opened(
+    arguments: argparse.Namespace,
+    has_head_start: Callable[[CheckpointStore], bool] = lambda _: True,
+) -> Iterator[str | CheckpointStore]:
     """Yield a model's checkpoint, open, for all that is made of it; else its name on the hub.
 
     To be entered before torch is imported: from here on its trunk is read and memory is made
-    ready, see `HeadStart`, and nothing collects cycles until `collector.go_on`.
+    ready, see `HeadStart`, and nothing collects cycles until `collector.go_on`. Where
+    `has_head_start` says that torch is not imported, none is begun.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(collector.waiting())
@@ -29,7 +33,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[str | CheckpointStore]:
             return
         store = stack.enter_context(open_store(arguments.model))
         stack.callback(head_start.end, store)
-        if num_ranks() == 1:
+        if num_ranks() == 1 and has_head_start(store):
             # `load` tells what cannot be read.
             settings = Settings.from_environ(is_told=False)
             prefault = settings.choose("prefault").value

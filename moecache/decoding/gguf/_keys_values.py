@@ -1,0 +1,55 @@
+"""Keys and values of one text, in memory that grows with it."""
+
+import numpy as np
+
+from moecache.decoding._program import KeyValues
+
+# Positions that memory grows by, at least.
+_STEP = 256
+
+
+class TextCache:
+    """Keys and values of a text, in bfloat16.
+
+    Parameters
+    ----------
+    num_layers, num_heads, width : int
+
+    Attributes
+    ----------
+    length : int
+        Positions that are there.
+    """
+
+    def __init__(self, num_layers: int, num_heads: int, width: int) -> None:
+        self.length = 0
+        # Keys and values of all layers: one piece of memory, as mapping one waits for whoever
+        # touches another.
+        self._all = np.zeros((num_layers, 2, num_heads, 0, width), np.uint16)
+        self._pages: list[KeyValues] = []
+
+    def pages(self, num_new: int) -> list[KeyValues]:
+        """Return what a program writes to, with room for so many positions more.
+
+        Raises
+        ------
+        MemoryError
+            The cache is as it was.
+        """
+        wanted = self.length + num_new
+        if wanted > self._all.shape[3]:
+            # Half as many again, so that a text of n tokens is copied log(n) times.
+            most = max(wanted, self.length * 3 // 2)
+            self._grow(-(-most // _STEP) * _STEP)
+        return self._pages
+
+    def _grow(self, capacity: int) -> None:
+        num_layers, _, heads, _, width = self._all.shape
+        grown = np.zeros((num_layers, 2, heads, capacity, width), np.uint16)
+        grown[:, :, :, : self.length] = self._all[:, :, :, : self.length]
+        shape = 1, heads, capacity, width
+        self._pages = [
+            KeyValues(keys.ctypes.data, values.ctypes.data, "bf16", shape, width, grown)
+            for keys, values in grown
+        ]
+        self._all = grown

@@ -1,0 +1,289 @@
+"""TextModel: a model of a GGUF file, computed by programs alone; neither torch nor transformers."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from moecache.decoding._program import MAX_ROWS, Program
+from moecache.decoding.gguf._keys_values import TextCache
+from moecache.decoding.gguf._look_ahead import LookAhead
+from moecache.decoding.gguf.recipes import FileModel
+from moecache.decoding.gguf.trunk import Trunk
+from moecache.errors import ConfigError
+from moecache.kernels import SlotKernel
+from moecache.runtime.open import open as open_runtime
+from moecache.runtime.runtime import ExpertRuntime
+from moecache.runtime.steps import Observe
+from moecache.stores import GgufStore, open_store
+
+# Tokens of a prompt that go through a layer together: its experts are read once for all of them.
+PROMPT_TOKENS = 512
+# Memory of a prompt's program, in rows of its experts in float32.
+_PROMPT_PARTS = 3
+
+
+class TextModel:
+    """A mixture-of-experts model of a GGUF file, with its experts in a bounded number of slots.
+
+    Hidden states are float32 from the embedding to the logits, keys and values bfloat16. A token's
+    bits depend neither on where a prompt is cut, nor on slots or threads. A context manager. For
+    one thread at a time.
+
+    Made by `open_text_model`.
+
+    Attributes
+    ----------
+    runtime : ExpertRuntime
+        Closed with this.
+    context : int
+        Positions that a text may have.
+    ends : frozenset of int
+        Tokens with which the model ends its texts.
+    """
+
+    def __init__(
+        self,
+        said: FileModel,
+        runtime: ExpertRuntime,
+        trunk: Trunk,
+        *,
+        looks_ahead: bool = False,
+    ) -> None:
+        self.runtime = runtime
+        self.context, self.ends = said.context, said.ends
+        self._said, self._lock = said, threading.Lock()
+        self._layers = {
+            int(name.removeprefix("blk.")): number
+            for number, name in enumerate(runtime.layout.layer_names)
+        }
+        self._kernels = {number: self._kernel(number) for number in self._layers.values()}
+        self._recipe = said.recipe(
+            trunk, lambda block: (self._layers[block], self._kernels[self._layers[block]])
+        )
+        self._embed = trunk.embed()
+        self._step = Program(self._recipe, runtime.cache)
+        self._look_ahead = self._start_look_ahead(is_forced=looks_ahead)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that have logits."""
+        return int(self._recipe.head.matrix.rows)
+
+    def new_cache(self) -> TextCache:
+        """Return an empty cache, for a text."""
+        said = self._said
+        return TextCache(said.num_layers, said.num_kv_heads, said.width)
+
+    def read(
+        self,
+        ids: Sequence[int],
+        cache: TextCache,
+        on_read: Callable[[int], object] = lambda _: None,
+    ) -> np.ndarray:
+        """Put tokens behind those of a cache, and return the logits after the last one.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            One at least.
+        cache : TextCache
+        on_read : callable (num_tokens), optional
+            Told how many of them are read. What it raises ends the call; what is read stays.
+
+        Returns
+        -------
+        ndarray of float32, shape [vocabulary]
+
+        Raises
+        ------
+        ConfigError
+            If there is no token, or no room for them in the context.
+        IndexError
+            If one is none of the vocabulary.
+        StoreError
+            If an expert cannot be read; tokens before it may be in the cache.
+        """
+        if not ids:
+            raise ConfigError("a text goes on by a token at least")
+        if cache.length + len(ids) > self.context:
+            raise ConfigError(
+                f"{len(ids)} tokens after {cache.length} are more than the model's {self.context}"
+            )
+        with self._lock:
+            if cache.length == 0:
+                self.runtime.begin_sequence()
+            program = self._program_of(min(len(ids), PROMPT_TOKENS))
+            for start in range(0, len(ids), PROMPT_TOKENS):
+                some = list(ids[start : start + PROMPT_TOKENS])
+                self._compute(program, some, cache)
+                on_read(start + len(some))
+            logits: np.ndarray = program.logits_of(1)[0, 0]
+        return logits
+
+    def close(self) -> None:
+        """Close the runtime; a second call does nothing."""
+        self.runtime.close()
+
+    def __enter__(self) -> Self:
+        """Return the model."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the model."""
+        self.close()
+
+    def _kernel(self, number: int) -> SlotKernel:
+        runtime = self.runtime
+        return SlotKernel(
+            lambda slot: runtime.expert(slot, number),
+            runtime.pool.num_slots,
+            roles=runtime.layout.layers[number],
+        )
+
+    def _program_of(self, num_rows: int) -> Program:
+        """Return a program for so many tokens; a prompt's memory is its own, and goes with it."""
+        if num_rows <= MAX_ROWS:
+            return self._step
+        return Program(self._recipe, self.runtime.cache, num_rows)
+
+    def _compute(self, program: Program, ids: list[int], cache: TextCache) -> None:
+        """Compute tokens behind a cache, into it."""
+        steps = self.runtime.steps
+        steps.check_usable()
+        num = len(ids)
+        pages = cache.pages(num)
+        self._embed(ids, program.hidden[:num])
+        cos, sin = self._said.angles(np.arange(cache.length, cache.length + num))
+        is_step = num <= MAX_ROWS
+        program.begin(
+            pages,
+            cache.length,
+            num,
+            np.zeros(1, np.int64),
+            cos,
+            sin,
+            observe=self._observer(program) if is_step else steps.observer(),
+        )
+        missed = program.run()
+        while missed >= 0:
+            self._wait_for(missed, program, num)
+            program.resume()
+            missed = program.run()
+        if program.num_resident:
+            steps.count_leased(program.num_resident)
+        cache.length += num
+
+    def _wait_for(self, number: int, program: Program, num: int) -> None:
+        """Compute a layer's experts as they arrive."""
+        kernel, steps = self._kernels[number], self.runtime.steps
+        if num <= MAX_ROWS:
+            self._note(number, program)
+        if num == 1:
+
+            def compute(slots: np.ndarray, places: list[int]) -> None:
+                kernel.count(len(places), program.compute(slots, places))
+
+            steps.compute_token(number, program.ids[:1], compute, None)
+            return
+        width = program.hidden.shape[1]
+        given = kernel.inputs_at(program.normed.ctypes.data, "f32", num, 4 * width)
+        into = program.rows.ctypes.data, "f32", 4 * width
+        ids = program.ids[:num]
+        waves = steps.waves(number, ids)
+        try:
+            for wave in waves:
+                kernel.compute_at(wave.slots, wave.offsets, wave.pairs, ids.shape[1], given, *into)
+        finally:
+            # A traceback that the caller keeps would keep the leases as well.
+            waves.close()
+
+    def _observer(self, program: Program) -> Observe | None:
+        """Return what is told of resident steps; nothing is where nothing more can be read."""
+        observe = self.runtime.steps.observer()
+        if observe is None:
+            return None
+
+        def tell(layer: int, ids: np.ndarray, sequences: Any) -> None:
+            self._note(layer, program)
+            observe(layer, ids, sequences)
+
+        return tell
+
+    def _note(self, layer: int, program: Program) -> None:
+        """Let the next layer's router foresee what it will choose."""
+        if self._look_ahead is not None:
+            self._look_ahead.follow(layer, program.foresee)
+
+    def _start_look_ahead(self, *, is_forced: bool) -> LookAhead | None:
+        prefetch = self.runtime.stats().prefetch
+        if prefetch is None or not (is_forced or prefetch.mode == "auto"):
+            return None
+        found = LookAhead(self.runtime.predictor)
+        self.runtime.use_predictor(found, "router" if is_forced else "auto")
+        return found
+
+
+def open_text_model(
+    path: str | os.PathLike[str] | GgufStore,
+    memory: int | str | None = None,
+    *,
+    on_trunk: Callable[[Trunk], object] = lambda _: None,
+    **options: Any,
+) -> TextModel:
+    """Open a GGUF file's model to compute text with it, without torch.
+
+    Parameters
+    ----------
+    path : str, Path or GgufStore
+        One that is open is closed with the model, and also on an error.
+    memory : int or str, optional
+        For the experts' slots, as `moecache.open` takes it; the trunk comes on top.
+    on_trunk : callable (Trunk), optional
+        Given the trunk, whose `progress` says how far it is, as its reads begin.
+    **options
+        Those of `moecache.Options` but `device`, `dtype` and `share`; `prefetch` may also be
+        "router": the next layer's router, given this layer's input.
+
+    Raises
+    ------
+    NoTextModelError
+        If the file's model runs with torch alone.
+    ConfigError
+        If an option cannot be used.
+    StoreError
+        If the file cannot be read.
+    """
+    store = path if isinstance(path, GgufStore) else open_store(path)
+    runtime = trunk = None
+    try:
+        if not isinstance(store, GgufStore):
+            raise ConfigError(f"{path}: is no GGUF file")
+        said = FileModel(store)
+        is_forced = options.get("prefetch") == "router"
+        if is_forced:
+            # It still guesses for the first layer.
+            options["prefetch"] = "echo"
+        rows = PROMPT_TOKENS * store.layout.top_k * said.settings["hidden_size"]
+        options.setdefault("host_bytes", said.trunk_bytes + 4 * _PROMPT_PARTS * rows)
+        # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
+        runtime = open_runtime(store, memory, **options)
+        trunk = Trunk(store, said.names())
+        on_trunk(trunk)
+        return TextModel(said, runtime, trunk, looks_ahead=is_forced)
+    except BaseException:
+        if runtime is not None:
+            runtime.close()
+        store.close()
+        raise
+    finally:
+        if trunk is not None:
+            trunk.close()

@@ -1,0 +1,396 @@
+"""TextModel: a GGUF file's model without torch, beside transformers' own."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache import kernels
+from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel, open_text_model
+from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
+from moecache.errors import ConfigError, MoeCacheError, StoreError
+from moecache.stores import open_store
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import Tensors, build_from, read_gguf, write_gguf
+from tests.helpers.gguf_tokenizers import byte_level
+from tests.helpers.pages import num_descriptors, run_child
+
+pytest.importorskip("gguf")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILIES = ["olmoe", "qwen2moe", "qwen3moe"]
+IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
+QUANTIZED = {"_exps": "Q4_0", "attn_": "Q8_0", "output.": "Q8_0", "token_embd": "Q8_0"}
+
+
+def parts_of(name: str, **settings: Any) -> tuple[Any, dict[str, Any], Tensors]:
+    """Return a small model of transformers, float32, and what its file has."""
+    known = MODELS[name]
+    known = replace(known, settings={**known.settings, **settings})
+    model = known.build()
+    return model, known.metadata(model.config), known.tensors(model)
+
+
+@pytest.fixture(name="file", scope="module")
+def _file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a quantized file of Qwen3-MoE."""
+    path = tmp_path_factory.mktemp("file") / "model.gguf"
+    settings = {"hidden_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 512}
+    _, metadata, tensors = parts_of("qwen3moe", **settings)
+    write_gguf(path, metadata, tensors, QUANTIZED)
+    return path
+
+
+@pytest.fixture(name="model")
+def _model(file: Path) -> Iterator[TextModel]:
+    """Return its model with a few slots."""
+    with open_text_model(file, "50%") as model:
+        yield model
+
+
+def rounding_cache() -> Any:
+    """Return a cache of transformers that keeps what bfloat16 leaves of keys and values."""
+
+    class Rounding(transformers.DynamicCache):
+        def update(self, keys: Any, values: Any, *rest: Any, **named: Any) -> Any:
+            return super().update(
+                keys.bfloat16().float(), values.bfloat16().float(), *rest, **named
+            )
+
+    return Rounding()
+
+
+def text_after(model: TextModel, ids: list[int], num: int) -> tuple[list[int], np.ndarray]:
+    """Return the likeliest tokens after others, and the last logits."""
+    cache, out = model.new_cache(), []
+    logits = model.read(ids, cache)
+    for _ in range(num):
+        out.append(int(logits.argmax()))
+        logits = model.read(out[-1:], cache)
+    return out, logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"tie_word_embeddings": True}, {"mlp_only_layers": [0], "norm_topk_prob": True}],
+)
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    """Of prompts, and of tokens after them, but for the order of sums."""
+    if name == "olmoe" and "mlp_only_layers" in settings:
+        settings = {"clip_qkv": 0.5}
+    if name == "qwen2moe":
+        settings = {**settings, "norm_topk_prob": False}
+    elif name == "qwen3moe":
+        settings = {**settings, "norm_topk_prob": True}
+    model, metadata, tensors = parts_of(name, **settings)
+    if "clip_qkv" in settings:
+        metadata["olmoe.attention.clamp_kqv"] = settings["clip_qkv"]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, metadata, tensors)
+    with open_text_model(path, "50%") as ours, torch.no_grad():
+        for num in (1, 2, 17, len(IDS)):
+            cache, theirs = ours.new_cache(), rounding_cache()
+            for ids in (IDS[:num], [7], [8, 9]):
+                found = ours.read(ids, cache)
+                wanted = model(torch.tensor([ids]), past_key_values=theirs).logits[0, -1].numpy()
+                assert np.abs(found - wanted).max() < 2e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("types", "is_tied"),
+    [
+        ({"_exps": "Q4_0", "": "Q8_0"}, True),
+        ({"_exps": "Q5_0", "": "BF16"}, False),
+        ({"_exps": "Q5_1", "attn": "Q4_1", "": "F16"}, True),
+    ],
+    ids=str,
+)
+def test_quantized_weights_are_those_of_the_file(
+    tmp_path: Path, types: dict[str, str], is_tied: bool
+) -> None:
+    """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
+    settings = {"hidden_size": 64, "moe_intermediate_size": 32, "tie_word_embeddings": is_tied}
+    _, metadata, tensors = parts_of("qwen3moe", **settings)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, metadata, tensors, types)
+    whole = build_from(*read_gguf(path))
+    with open_text_model(path, "50%") as model, torch.no_grad():
+        found = model.read(IDS, model.new_cache())
+        wanted = whole(torch.tensor([IDS])).logits[0, -1].numpy()
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+def test_bits_depend_neither_on_cuts_nor_slots_nor_threads(file: Path) -> None:
+    """Nor on how experts are read, or whether the next layer's are foreseen."""
+    wanted = None
+    for options in (
+        {"memory": "100%"},
+        {"memory": "25%", "prefetch": "off"},
+        {"memory": "25%", "prefetch": "router", "read": "direct"},
+        {"slots": 1, "prefetch": "auto"},
+    ):
+        with open_text_model(file, **options) as model:
+            for threads, cut in ((1, 40), (2, 1), (2, 17), (1, 23)):
+                kernels.use_threads(threads)
+                cache = model.new_cache()
+                for start in range(0, len(IDS), cut):
+                    logits = model.read(IDS[start : start + cut], cache)
+                wanted = logits if wanted is None else wanted
+                assert np.array_equal(logits, wanted)
+
+
+def test_a_prompt_longer_than_a_part_is_read_in_parts(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits; who asks is told how far it is."""
+    assert PROMPT_TOKENS == 512
+    wanted = model.read(IDS, model.new_cache())
+    monkeypatch.setattr("moecache.decoding.gguf.model.PROMPT_TOKENS", 18)
+    told: list[int] = []
+    assert np.array_equal(model.read(IDS, model.new_cache(), told.append), wanted)
+    assert told == [18, 36, 40]
+
+
+def test_two_texts_do_not_disturb_each_other(model: TextModel) -> None:
+    """Each has a cache of its own, which grows."""
+    alone, _ = text_after(model, IDS[:5], 300)
+    first, second = model.new_cache(), model.new_cache()
+    logits, others = model.read(IDS[:5], first), model.read(IDS[5:30], second)
+    out = []
+    for _ in range(300):
+        out.append(int(logits.argmax()))
+        logits = model.read(out[-1:], first)
+        others = model.read([int(others.argmax())], second)
+    assert out == alone
+    assert first.length == 305
+
+
+def test_what_cannot_be_read_is_refused_and_nothing_changes(model: TextModel) -> None:
+    """The text goes on behind what it had."""
+    wanted, _ = text_after(model, IDS[:9], 3)
+    cache = model.new_cache()
+    logits = model.read(IDS[:9], cache)
+    with pytest.raises(ConfigError, match="a token at least"):
+        model.read([], cache)
+    for token in (-1, model.vocabulary):
+        with pytest.raises(IndexError, match="is of another tokenizer"):
+            model.read([3, token], cache)
+    with pytest.raises(ConfigError, match="more than the model's"):
+        model.read([3] * model.context, cache)
+    out = []
+    for _ in range(3):
+        out.append(int(logits.argmax()))
+        logits = model.read(out[-1:], cache)
+    assert out == wanted
+
+
+def test_a_read_that_fails_leaves_the_text_where_it_was(file: Path, tmp_path: Path) -> None:
+    """A file that is cut short and comes back."""
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(file.read_bytes())
+    with open_text_model(copy, slots=1, prefetch="off", prefault="off") as model:
+        wanted, _ = text_after(model, IDS, 3)
+        cache = model.new_cache()
+        logits = model.read(IDS, cache)
+        size = copy.stat().st_size
+        os.truncate(copy, size // 4)
+        with pytest.raises(StoreError):
+            model.read([int(logits.argmax())], cache)
+        with pytest.raises(StoreError):
+            model.read(IDS, model.new_cache())
+        copy.write_bytes(file.read_bytes())
+        assert cache.length == len(IDS)
+        out = []
+        for _ in range(3):
+            out.append(int(logits.argmax()))
+            logits = model.read(out[-1:], cache)
+        assert out == wanted
+    with pytest.raises(MoeCacheError, match="closed"):
+        model.read(IDS, model.new_cache())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"qwen3moe.rope.scaling.type": "yarn", "qwen3moe.rope.scaling.factor": 4.0}, "'yarn'"),
+        ({"blk.1.attn_q.weight": None}, "no tensor blk.1.attn_q.weight"),
+        ({"blk.1.attn_k_norm.weight": None}, "no tensor blk.1.attn_k_norm"),
+        ({"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}, "attn_sinks.weight is none"),
+        ({"blk.0.attn_q.weight": np.zeros((32, 48), np.float32)}, "attn_q.weight is"),
+        ({"output_norm.weight": None}, "no tensor output_norm"),
+    ],
+)
+def test_what_no_recipe_says_runs_with_torch(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    """With the reason; all files are closed."""
+    _, metadata, tensors = parts_of("qwen3moe")
+    for key, value in change.items():
+        if value is None:
+            del tensors[key]
+        elif isinstance(value, np.ndarray):
+            tensors[key] = value
+        else:
+            metadata[key] = value
+    path = tmp_path / "model.gguf"
+    write_gguf(path, metadata, tensors)
+    before = num_descriptors()
+    with pytest.raises(NoTextModelError, match=reason):
+        open_text_model(path)
+    assert num_descriptors() == before
+
+
+def test_other_architectures_run_with_torch(tmp_path: Path) -> None:
+    """Theirs have recipes of modules, or none."""
+    known = MODELS["gpt-oss"]
+    model = known.build()
+    write_gguf(tmp_path / "m.gguf", known.metadata(model.config), known.tensors(model))
+    with open_store(tmp_path / "m.gguf") as store, pytest.raises(NoTextModelError, match="gpt-oss"):
+        FileModel(store)
+
+
+def test_a_directory_runs_with_torch(qwen3_moe: Path) -> None:
+    """Its configuration is transformers' to read."""
+    with pytest.raises(ConfigError, match="is no GGUF file"):
+        open_text_model(qwen3_moe)
+
+
+@pytest.fixture(name="text_file", scope="module")
+def _text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a quantized file with a tokenizer."""
+    said = byte_level("qwen2", num_tokens=300)
+    said["tokenizer.chat_template"] = "{{ messages[0].content }}, world"
+    num = len(said["tokenizer.ggml.tokens"])
+    _, metadata, tensors = parts_of(
+        "qwen3moe", hidden_size=64, moe_intermediate_size=32, vocab_size=num
+    )
+    path = tmp_path_factory.mktemp("text") / "model.gguf"
+    write_gguf(path, {**metadata, **said}, tensors, QUANTIZED)
+    return path
+
+
+TEMPLATES = [
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}\n{% endfor %}",
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ eos_token }}",
+    "{%- if tools %}T{%- endif %}\n  {% generation %}{{ messages | tojson }}{% endgeneration %}\n.",
+    (
+        "{%- set ns = namespace(n=0) %}{% for m in 'abc' %}{%- set ns.n = ns.n + 1 %}\n"
+        "{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}{{ ns.n }}"
+    ),
+    "{{ strftime_now('%Y') }}{{ messages[0].content.split('o')[-1] }}{{ nothing is defined }}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chats_are_those_of_transformers(template: str) -> None:
+    """The same tokens, special ones among them."""
+    from moecache.decoding.gguf.tokenizer import read_tokenizer
+    from moecache.integrations.transformers.gguf import find_tokenizer
+
+    said = {**byte_level("qwen2", num_tokens=300), "tokenizer.chat_template": template}
+    said["tokenizer.ggml.eos_token_id"] = said["tokenizer.ggml.tokens"].index("<|im_end|>")
+    messages = [{"role": "user", "content": " hello to <you>, \u00e9\n"}]
+    theirs = find_tokenizer(said).apply_chat_template(messages, add_generation_prompt=True)
+    assert read_tokenizer(said).encode_chat(messages) == theirs["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        (None, "has no chat template"),
+        ({"tool_use": "x"}, "has no chat template"),
+        ("{{ raise_exception('no users') }}", "template failed: no users;"),
+        ("{% if %}", "template failed: "),
+        ("{{ messages.append(1) }}", "template failed: "),
+        ("{{ ''.__class__.__mro__ }}", "template failed: "),
+    ],
+)
+def test_templates_that_fail_are_told(template: Any, error: str) -> None:
+    """One line, with what to do instead; nothing outside can be reached."""
+    from moecache.decoding.gguf.chat import render
+
+    with pytest.raises(ConfigError, match=error):
+        render(template, [{"role": "user", "content": "hello"}], {})
+
+
+RUN = """
+import sys
+from moecache.cli import main
+code = main(sys.argv[1:])
+sys.stdout.flush()
+print("torch" in sys.modules, "transformers" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_generate_writes_a_text_without_torch(text_file: Path) -> None:
+    """The model's own text; the summary and the exit code are those of torch's way."""
+    from moecache.decoding.gguf.tokenizer import read_tokenizer
+
+    with open_text_model(text_file, "50%") as model:
+        tokenizer = read_tokenizer(model.runtime.store.metadata)
+        out, _ = text_after(model, tokenizer.encode("hello, world"), 8)
+    options = ["--memory", "50%", "--max-new-tokens", "8"]
+    done = run_child(RUN, "generate", text_file, "hello, world", *options)
+    assert done.returncode == 0, done.stderr
+    chat = run_child(RUN, "generate", text_file, "hello", "--chat", *options)
+    assert chat.stdout == done.stdout
+    assert done.stdout.rstrip("\n") == tokenizer.decode(out, skip_special_tokens=True)
+    assert "8 tokens, " in done.stderr
+    assert done.stderr.splitlines()[-1] == "False False"
+
+
+def test_generate_draws_as_torchs_way_does(text_file: Path) -> None:
+    """A seed has the same draws; a trace is recorded."""
+    options = ["--memory", "50%", "--max-new-tokens", "8", "--temperature", "0.7", "--stats"]
+    trace = text_file.with_suffix(".npz")
+    first, again, other = (
+        run_child(RUN, "generate", text_file, "hello", *options, "--seed", seed, *more)
+        for seed, more in (("3", ["--record-trace", trace]), ("3", []), ("4", []))
+    )
+    assert first.returncode == again.returncode == other.returncode == 0, first.stderr
+    assert first.stdout == again.stdout != other.stdout
+    assert trace.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "options", [["--compute", "torch"], ["--dtype", "float32"], ["--device", "cuda"]], ids=str
+)
+def test_options_of_torchs_way_take_it(text_file: Path, options: list[str]) -> None:
+    """Where a file alone does not say how."""
+    from moecache.commands import without_torch
+
+    with open_store(text_file) as store:
+        arguments = _arguments(text_file, *options)
+        assert without_torch.why_torch(arguments, store).startswith(f"{options[0]} is")
+        assert without_torch.why_torch(_arguments(text_file), store) == ""
+    assert without_torch.why_torch(_arguments(text_file), "a/name") == "it is no GGUF file"
+
+
+def _arguments(file: Path, *options: str) -> Any:
+    from moecache.cli import _parser
+
+    return _parser().parse_args(["generate", os.fspath(file), "hello", *options])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"), [("", "the prompt is empty"), ("x " * 4000, "leaves no room for new ones")]
+)
+def test_prompts_that_cannot_be_continued(text_file: Path, prompt: str, error: str) -> None:
+    """The same errors and exit code as with torch."""
+    done = run_child(RUN, "generate", text_file, prompt, "--memory", "50%")
+    assert done.returncode == 2
+    assert error in done.stderr
+    assert "Traceback" not in done.stderr

@@ -3,13 +3,14 @@
 import argparse
 import contextlib
 import functools
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 
-from moecache.commands import collector, without_torch
+from moecache.commands import collector
 from moecache.commands.arguments import (
     PLAIN_MODES,
     add_force,
@@ -46,6 +47,8 @@ from moecache.telemetry import RuntimeStats
 from moecache.telemetry.loading import Loading
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import check_seed, format_bytes
+
+logger = logging.getLogger(__name__)
 
 
 def add_parser(commands: Any) -> None:
@@ -170,13 +173,16 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         grammar = read_grammar(*texts)
         prompt = _prompt(arguments)
-        store = stack.enter_context(
-            opened(arguments, lambda store: bool(without_torch.why_torch(arguments, store)))
-        )
+        from moecache.commands import without_torch  # not for --help to wait for
+
+        why_torch = functools.cache(functools.partial(without_torch.why_torch, arguments))
+        store = stack.enter_context(opened(arguments, lambda store: why_torch(store) != ""))
         loading, trunk = Loading(), trunk_read(store)
         line = stack.enter_context(StartLine(console, loading))
-        if isinstance(store, GgufStore) and not without_torch.why_torch(arguments, store):
-            return _run_without_torch(arguments, store, prompt, console, line)
+        if isinstance(store, GgufStore):
+            if not why_torch(store):
+                return _run_without_torch(arguments, store, prompt, console, line)
+            logger.info("generate.torch %s", why_torch(store))
         loading.enter("importing torch", trunk)
         from moecache.integrations.transformers import _following, generation
 
@@ -222,6 +228,9 @@ def _run_without_torch(
     arguments: argparse.Namespace, store: GgufStore, prompt: str, console: Console, line: StartLine
 ) -> int:
     """Generate by programs alone, and show the figures; return the exit code."""
+    from moecache.commands import without_torch
+
+    rank_options(arguments)  # there are no ranks: it refuses what is for them
     with without_torch.opened_model(arguments, store, prompt, line.loading) as opened:
         model, tokenizer, ids = opened
         collector.go_on()
@@ -243,7 +252,7 @@ def _run_without_torch(
                 raise
         console.print(_summary(ids.shape[1], stream, model.runtime.stats()), style="dim")
         if arguments.stats:
-            console.print(printable_lines(model.runtime.report()))
+            console.print(printable_lines(model.report()))
     return 0
 
 

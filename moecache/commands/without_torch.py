@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from moecache.commands.ranks import num_ranks
+from moecache.decoding.gguf.chat import has_sandbox
 from moecache.decoding.gguf.model import TextModel, open_text_model
 from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
+from moecache.decoding.gguf.trunk import Trunk
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
 from moecache.errors import ConfigError, MissingDependencyError
@@ -39,7 +41,6 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore) -> st
         "--device": arguments.device != "cpu",
         "--dtype": arguments.dtype is not None,
         "--compute": arguments.compute == "torch",
-        "--prefetch": arguments.prefetch == "router",
         "--grammar": arguments.grammar is not None or arguments.json_schema is not None,
         "--prefix-cache": arguments.prefix_cache is not None,
     }
@@ -54,7 +55,9 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore) -> st
         FileModel(store)
     except NoTextModelError as error:
         return str(error)
-    missing = [name for name in ("tokenizers", "jinja2") if importlib.util.find_spec(name) is None]
+    missing = [] if importlib.util.find_spec("tokenizers") else ["tokenizers"]
+    if arguments.chat and not has_sandbox():
+        missing.append("jinja2 of 3.1.6 or later")
     if not missing:
         return ""
     if importlib.util.find_spec("torch") is None:
@@ -71,15 +74,21 @@ def opened_model(
 ) -> Iterator[tuple[TextModel, Any, np.ndarray]]:
     """Yield a model, its tokenizer, and a prompt's tokens, int64 [1, tokens]; close it at the end.
 
-    The tokenizer is made while the trunk is read.
+    The tokenizer is made while the experts are opened and the trunk is read.
     """
-    from moecache.decoding.gguf.tokenizer import (
-        read_tokenizer,  # tokenizers is no part of a base install
-    )
+    # Needs tokenizers, which are no part of a base install.
+    from moecache.decoding.gguf.tokenizer import read_tokenizer
 
     loading.enter("opening the experts")
     with ThreadPoolExecutor(1, "moecache-tokenizer") as pool:
         found = pool.submit(read_tokenizer, store.metadata)
+
+        def on_trunk(trunk: Trunk) -> None:
+            # Before the trunk is waited for: the prompt may be wrong.
+            loading.enter("reading the trunk", trunk.progress)
+            tokens.append(_tokens_of(found.result(), prompt, store, is_chat=arguments.chat))
+
+        tokens: list[np.ndarray] = []
         model = open_text_model(
             store,
             arguments.memory,
@@ -88,18 +97,11 @@ def opened_model(
             prefetch=arguments.prefetch,
             read=arguments.read,
             profile=arguments.profile,
-            on_trunk=lambda trunk: loading.enter("reading the trunk", trunk.progress),
+            on_trunk=on_trunk,
             progress=functools.partial(loading.note, "reading experts ahead"),
         )
-        with model:
-            tokenizer = found.result()
-            if arguments.chat:
-                tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-            else:
-                tokens = tokenizer.encode(prompt)
-            ids = np.array([tokens], np.int64)
-            _check_prompt(model, ids)
-            yield model, tokenizer, ids
+    with model:
+        yield model, found.result(), tokens[0]
 
 
 def continue_tokens(
@@ -145,17 +147,24 @@ def _sampling(temperature: float | None, seed: int) -> Sampling:
     return Sampling(temperature=temperature or 0.0, top_k=50, seed=seed)
 
 
-def _check_prompt(model: TextModel, ids: Any) -> None:
-    num = ids.shape[1]
-    if not num:
+def _tokens_of(tokenizer: Any, prompt: str, store: GgufStore, *, is_chat: bool) -> np.ndarray:
+    """Return a prompt's tokens, int64 [1, tokens]; raise ConfigError if a model cannot go on."""
+    said = FileModel(store)
+    if is_chat:
+        tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    else:
+        tokens = tokenizer.encode(prompt)
+    if not tokens:
         raise ConfigError("the prompt is empty; the model needs at least one token to start from")
-    if ids.max() >= model.vocabulary:
+    most: int = said.settings["vocab_size"]
+    if max(tokens) >= most:
         raise ConfigError(
-            f"the prompt has token {ids.max()}, but the model knows {model.vocabulary} tokens; "
+            f"the prompt has token {max(tokens)}, but the model knows {most} tokens; "
             "its tokenizer is of another model"
         )
-    if num >= model.context:
+    if len(tokens) >= said.context:
         raise ConfigError(
-            f"the prompt of {num} tokens leaves no room for new ones; the model takes "
-            f"{model.context}"
+            f"the prompt of {len(tokens)} tokens leaves no room for new ones; the model takes "
+            f"{said.context}"
         )
+    return np.array([tokens], np.int64)

@@ -2,6 +2,7 @@
 
 cimport cython
 cimport numpy as cnp
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
@@ -218,7 +219,7 @@ cdef class Program:
 
     cdef Layer *layers
     cdef int64_t num_layers, hidden_size, top_k
-    cdef readonly int64_t max_rows
+    cdef int64_t max_rows
     cdef Norm norm
     cdef Linear head
     cdef ExpertCache cache
@@ -257,7 +258,7 @@ cdef class Program:
     cdef int64_t *places
     cdef const uint8_t **inputs
     cdef const uint8_t **hidden_inputs
-    # Of a product: where each row is.
+    # Where each row of a product is.
     cdef const uint8_t **given
     # The call.
     cdef int64_t at, num_rows, each, longest
@@ -489,7 +490,8 @@ cdef class Program:
 
     cdef int _reserve(self) except -1:
         """Allocate what all rows need."""
-        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0, num = self.max_rows * self.top_k
+        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0
+        cdef int64_t num = self.max_rows * self.top_k
         cdef int part
         cdef float *base
         cdef float **parts[11]
@@ -682,7 +684,7 @@ cdef class Program:
                 2 * cos.size != num * layer.rotary_width or sin.size != cos.size
             ):
                 raise ConfigError(f"{cos.size} angles are not {num} x {layer.rotary_width} / 2")
-            most = max(most, 4 * num * layer.num_kv_heads * _parts(layer))
+            most = max(most, 4 * min(num, ROWS) * layer.num_kv_heads * _parts(layer))
         if most * (longest + each) > self.num_scores or self.scores == NULL:
             # Half as many again: a conversation goes on.
             i = most * (longest + each) * 3 // 2 + 1024
@@ -769,6 +771,9 @@ cdef class Program:
         cdef Layer *layer
         while self.at < self.num_layers:
             layer = &self.layers[self.at]
+            if self.num_rows > ROWS:
+                # A prompt takes seconds.
+                PyErr_CheckSignals()
             if layer.has_experts:
                 if self.is_spread or not (
                     self._resident(layer) if self.num_rows == 1 else self._resident_rows(layer)
@@ -1057,14 +1062,26 @@ cdef class Program:
                  held.values + head * held.value_head + place * heads.first.value_step)
 
     cdef void _run_heads(self, mc_work work, mc_heads *heads) noexcept nogil:
-        cdef int64_t i, seen = 0, items = heads.num_kv_heads * heads.parts
-        for i in range(self.num_rows):
-            seen += heads.held[i].position + 1 - heads.held[i].dropped
-        # Exponentials and two passes: some four times as long as reading it.
-        run_items(
-            work, heads, self.num_rows * items,
-            4 * items * seen * (heads.first.key_step + heads.first.value_step)
-        )
+        cdef int64_t i, seen, items = heads.num_kv_heads * heads.parts, first = 0, num
+        cdef int64_t query = heads.num_heads * (heads.first.width + heads.first.more_width)
+        cdef int64_t given = heads.num_heads * (heads.content + heads.first.more_width)
+        cdef int64_t out = heads.num_heads * (heads.out_width or heads.first.value_width)
+        # So many rows at once have scores.
+        while first < self.num_rows:
+            num, seen = min(ROWS, self.num_rows - first), 0
+            for i in range(num):
+                seen += heads.held[i].position + 1 - heads.held[i].dropped
+            # Exponentials and two passes: some four times as long as reading it.
+            run_items(
+                work, heads, num * items,
+                4 * items * seen * (heads.first.key_step + heads.first.value_step)
+            )
+            first += num
+            heads.held += num
+            heads.queries += num * query
+            heads.out += num * out
+            if heads.given != NULL:
+                heads.given += num * given
 
     cdef void _choose(self, const Layer *layer) noexcept nogil:
         """Write the norm before the feed-forward, and the router's choice.

@@ -36,12 +36,24 @@ class TextCache:
         MemoryError
             The cache is as it was.
         """
-        wanted = self.length + num_new
-        if wanted > self._all.shape[3]:
-            # Half as many again, so that a text of n tokens is copied log(n) times.
-            most = max(wanted, self.length * 3 // 2)
-            self._grow(-(-most // _STEP) * _STEP)
+        capacity = self._capacity(num_new)
+        if capacity > self._all.shape[3]:
+            self._grow(capacity)
         return self._pages
+
+    def growth_bytes(self, num_new: int) -> int:
+        """Return the bytes that `pages` would allocate."""
+        num_layers, _, heads, before, width = self._all.shape
+        capacity = self._capacity(num_new)
+        return 4 * num_layers * heads * capacity * width if capacity > before else 0
+
+    def _capacity(self, num_new: int) -> int:
+        wanted = self.length + num_new
+        if wanted <= self._all.shape[3]:
+            return int(self._all.shape[3])
+        # Half as many again, so that a text of n tokens is copied log(n) times.
+        most = max(wanted, self.length * 3 // 2)
+        return -(-most // _STEP) * _STEP
 
     def _grow(self, capacity: int) -> None:
         num_layers, _, heads, _, width = self._all.shape

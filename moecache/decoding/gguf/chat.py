@@ -2,8 +2,9 @@
 
 import datetime as dt
 import json
+import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moecache.errors import ConfigError
@@ -70,11 +71,20 @@ def render(
     return found
 
 
+def has_sandbox() -> bool:
+    """Return whether jinja2 is installed, of a release whose sandbox holds what is not trusted."""
+    try:
+        numbers = re.findall(r"\d+", version("jinja2"))
+    except PackageNotFoundError:
+        return False
+    return tuple(map(int, numbers[:3])) >= _LEAST
+
+
 def _environment() -> Any:
-    if tuple(map(int, version("jinja2").split(".")[:3])) < _LEAST:
+    if not has_sandbox():
         raise ConfigError(
-            "chat templates are programs of strangers, and jinja2 before 3.1.6 does not hold them; "
-            "install a later one with: pip install -U jinja2"
+            "chat templates are programs of strangers, for which jinja2 3.1.6 or later is needed; "
+            "install it with: pip install -U jinja2"
         )
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError

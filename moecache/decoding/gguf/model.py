@@ -19,11 +19,12 @@ from moecache.runtime.open import open as open_runtime
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.runtime.steps import Observe
 from moecache.stores import GgufStore, open_store
+from moecache.units import format_bytes
 
 # Tokens of a prompt that go through a layer together: its experts are read once for all of them.
 PROMPT_TOKENS = 512
-# Memory of a prompt's program, in rows of its experts in float32.
-_PROMPT_PARTS = 3
+# Options of `moecache.Options` that are this module's own to give.
+_OWN = {"device", "dtype", "layers", "makes_room", "share", "top_k"}
 
 
 class TextModel:
@@ -55,7 +56,7 @@ class TextModel:
     ) -> None:
         self.runtime = runtime
         self.context, self.ends = said.context, said.ends
-        self._said, self._lock = said, threading.Lock()
+        self._said, self._lock, self._num_steps = said, threading.Lock(), 0
         self._layers = {
             int(name.removeprefix("blk.")): number
             for number, name in enumerate(runtime.layout.layer_names)
@@ -92,7 +93,8 @@ class TextModel:
             One at least.
         cache : TextCache
         on_read : callable (num_tokens), optional
-            Told how many of them are read. What it raises ends the call; what is read stays.
+            Told how many of them are read, a layer's part of each being one of a prompt that is
+            read from the disk. What it raises ends the call; what is read stays.
 
         Returns
         -------
@@ -113,20 +115,41 @@ class TextModel:
             raise ConfigError(
                 f"{len(ids)} tokens after {cache.length} are more than the model's {self.context}"
             )
+        self.runtime.steps.check_usable()
         with self._lock:
             if cache.length == 0:
                 self.runtime.begin_sequence()
+            growth = cache.growth_bytes(len(ids))
+            if growth:
+                # Slots may have it so far.
+                self.runtime.borrowed.make_room(growth)
+                cache.pages(len(ids))
             program = self._program_of(min(len(ids), PROMPT_TOKENS))
             for start in range(0, len(ids), PROMPT_TOKENS):
                 some = list(ids[start : start + PROMPT_TOKENS])
-                self._compute(program, some, cache)
+                layers = len(some) / self._said.num_layers
+
+                def on_layer(number: int, start: int = start, layers: float = layers) -> None:
+                    on_read(start + int(number * layers))
+
+                self._compute(program, some, cache, on_layer)
                 on_read(start + len(some))
             logits: np.ndarray = program.logits_of(1)[0, 0]
         return logits
 
+    def report(self) -> str:
+        """Return the runtime's counters as text, and how tokens are computed."""
+        trunk = format_bytes(self._said.trunk_bytes)
+        way = f"tokens are one call each, without torch; {self._num_steps} were"
+        return f"trunk {trunk}\n{self.runtime.report()}\n{way}"
+
     def close(self) -> None:
-        """Close the runtime; a second call does nothing."""
-        self.runtime.close()
+        """Close the runtime, once no text is read any more; a second call does nothing."""
+        if self.runtime.steps.is_forked:  # whoever held the lock is the parent's
+            self.runtime.close()
+            return
+        with self._lock:
+            self.runtime.close()
 
     def __enter__(self) -> Self:
         """Return the model."""
@@ -155,10 +178,15 @@ class TextModel:
             return self._step
         return Program(self._recipe, self.runtime.cache, num_rows)
 
-    def _compute(self, program: Program, ids: list[int], cache: TextCache) -> None:
+    def _compute(
+        self,
+        program: Program,
+        ids: list[int],
+        cache: TextCache,
+        on_layer: Callable[[int], object],
+    ) -> None:
         """Compute tokens behind a cache, into it."""
         steps = self.runtime.steps
-        steps.check_usable()
         num = len(ids)
         pages = cache.pages(num)
         self._embed(ids, program.hidden[:num])
@@ -176,10 +204,13 @@ class TextModel:
         missed = program.run()
         while missed >= 0:
             self._wait_for(missed, program, num)
+            if num > MAX_ROWS:
+                on_layer(missed)
             program.resume()
             missed = program.run()
         if program.num_resident:
             steps.count_leased(program.num_resident)
+        self._num_steps += num == 1
         cache.length += num
 
     def _wait_for(self, number: int, program: Program, num: int) -> None:
@@ -188,11 +219,7 @@ class TextModel:
         if num <= MAX_ROWS:
             self._note(number, program)
         if num == 1:
-
-            def compute(slots: np.ndarray, places: list[int]) -> None:
-                kernel.count(len(places), program.compute(slots, places))
-
-            steps.compute_token(number, program.ids[:1], compute, None)
+            steps.compute_token(number, program.ids[:1], program.compute, None)
             return
         width = program.hidden.shape[1]
         given = kernel.inputs_at(program.normed.ctypes.data, "f32", num, 4 * width)
@@ -250,8 +277,14 @@ def open_text_model(
     on_trunk : callable (Trunk), optional
         Given the trunk, whose `progress` says how far it is, as its reads begin.
     **options
-        Those of `moecache.Options` but `device`, `dtype` and `share`; `prefetch` may also be
-        "router": the next layer's router, given this layer's input.
+        Those of `moecache.Options` that say how experts are kept and read: not `device`, `dtype`,
+        `layers`, `makes_room`, `share` or `top_k`. `prefetch` may also be "router": the next
+        layer's router, given this layer's input.
+
+    Returns
+    -------
+    TextModel
+        A context manager; `close` it.
 
     Raises
     ------
@@ -262,6 +295,9 @@ def open_text_model(
     StoreError
         If the file cannot be read.
     """
+    given = sorted(_OWN & options.keys())
+    if given:
+        raise ConfigError(f"{', '.join(given)} cannot be given for a model without torch")
     store = path if isinstance(path, GgufStore) else open_store(path)
     runtime = trunk = None
     try:
@@ -272,18 +308,19 @@ def open_text_model(
         if is_forced:
             # It still guesses for the first layer.
             options["prefetch"] = "echo"
-        rows = PROMPT_TOKENS * store.layout.top_k * said.settings["hidden_size"]
-        options.setdefault("host_bytes", said.trunk_bytes + 4 * _PROMPT_PARTS * rows)
+        options.setdefault("host_bytes", said.trunk_bytes + said.prompt_bytes(PROMPT_TOKENS))
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
-        runtime = open_runtime(store, memory, **options)
+        runtime = open_runtime(store, memory, makes_room=True, **options)
         trunk = Trunk(store, said.names())
         on_trunk(trunk)
-        return TextModel(said, runtime, trunk, looks_ahead=is_forced)
+        model = TextModel(said, runtime, trunk, looks_ahead=is_forced)
+        trunk.close()
     except BaseException:
+        # Its threads read from the store.
+        if trunk is not None:
+            trunk.close()
         if runtime is not None:
             runtime.close()
         store.close()
         raise
-    finally:
-        if trunk is not None:
-            trunk.close()
+    return model

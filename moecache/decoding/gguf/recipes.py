@@ -36,7 +36,7 @@ _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.weight")
 
 
 class NoTextModelError(ConfigError):
-    """Why a file's model runs with torch alone."""
+    """A file's model that runs with torch alone, and the reason."""
 
 
 class FileModel:
@@ -99,12 +99,26 @@ class FileModel:
     @property
     def trunk_bytes(self) -> int:
         """Bytes of the trunk in memory; an embedding that is the head, too, is there twice."""
+        # Numbers of 16 bits that kernels do not multiply become float32.
+        found = self._store.trunk_bytes * (1 + ("F16" in self._store.tensor_types))
         if not self.is_tied:
-            return self._store.trunk_bytes
+            return found
         rows, columns = self._store.tensor_shapes[EMBEDDING]
         known = self._store.trunk_matrices.get(EMBEDDING)
         twice = known[0].format.nbytes(rows, columns) if known else 4 * rows * columns
-        return self._store.trunk_bytes + twice
+        return found + twice
+
+    def prompt_bytes(self, num_tokens: int) -> int:
+        """Return the memory that a program takes for so many tokens of a prompt, about."""
+        said = self.settings
+        hidden, top_k = said["hidden_size"], said["num_experts_per_tok"]
+        heads = (said["num_attention_heads"] + self.num_kv_heads) * 2 * self.width
+        shared = said.get("shared_expert_intermediate_size", 0)
+        expert = said.get("moe_intermediate_size", said["intermediate_size"])
+        # Rows of experts and their inputs; queries, keys, values and what is made of them; the
+        # shared expert's; hidden states; and what of all that is converted.
+        widths = top_k * (hidden + 2 * expert) + 2 * heads + 4 * shared + 8 * hidden
+        return 4 * num_tokens * widths
 
     def names(self) -> list[str]:
         """Return the names of the trunk's tensors, in the order of the file."""
@@ -216,6 +230,10 @@ class FileModel:
                 raise NoTextModelError(f"the file has no tensor {name}")
             if tuple(n for n in found[name] if n != 1) != tuple(n for n in shape if n != 1):
                 raise NoTextModelError(f"{name} is {list(found[name])}, and not {list(shape)}")
+        routers = {name.rpartition(".ffn_")[0] for name in wanted if "ffn_gate_inp.w" in name}
+        differing = routers ^ set(self._store.layout.layer_names)
+        if differing:
+            raise NoTextModelError(f"{min(differing)} has a router or experts, and not both")
         others = [name for name in self.names() if name not in wanted]
         if others:
             raise NoTextModelError(f"tensor {others[0]} is none of this model's")

@@ -1,10 +1,9 @@
 """Trunk: the weights of a GGUF file beside its experts, in memory as kernels take them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from moecache.decoding.embedding import Embed, embed_numbers, embed_rows
@@ -16,8 +15,8 @@ from moecache.kernels._kernels import Matrix
 from moecache.stores import GgufStore
 
 _MOST_THREADS = 4
-# Types of numbers that kernels multiply as they are.
-_TYPES = {np.dtype(np.float32): "f32", np.dtype(ml_dtypes.bfloat16): "bf16"}
+# Types of numbers that kernels multiply as they are, by NumPy's names.
+_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
@@ -30,19 +29,19 @@ class Trunk:
     ----------
     store : GgufStore
         Open until all is read.
-    names : iterable of str
+    names : sequence of str
         Of tensors that are wanted, and that the file has.
     """
 
-    def __init__(self, store: GgufStore, names: Iterable[str]) -> None:
+    def __init__(self, store: GgufStore, names: Sequence[str]) -> None:
         self._store, self._memory = store, Memory()
         self._matrices = store.trunk_matrices
-        self.shapes = {name: store.tensor_shapes[name] for name in names}
+        self._names = set(names)
         self._done: list[int] = []  # bytes of each tensor that is there
         # The largest first, lest a head keep one thread busy when all others are done; the others
         # in the order of the file. An embedding is multiplied by where it is the head, too, in
         # another form than its rows are.
-        wanted = [name for name in self.shapes if name != EMBEDDING or HEAD not in self.shapes]
+        wanted = [name for name in names if name != EMBEDDING or HEAD not in self._names]
         order = sorted(wanted, key=lambda name: -(self._nbytes(name) // CHUNK_BYTES))
         # One more than compute forms: another reads meanwhile.
         self._pool = ThreadPoolExecutor(min(_MOST_THREADS, num_threads() + 1), "moecache-trunk")
@@ -53,7 +52,7 @@ class Trunk:
 
     def __contains__(self, name: str) -> bool:
         """Return whether a tensor is one of the trunk's."""
-        return name in self.shapes
+        return name in self._names
 
     def progress(self) -> tuple[int, int]:
         """Return the bytes that are in memory, and of all."""
@@ -118,21 +117,18 @@ class Trunk:
 
     def _read_numbers(self, name: str) -> tuple[np.ndarray, str, int, int]:
         found = self._store.read_tensor(name)
-        if found.dtype not in _TYPES or found.ndim != 2:
+        if found.dtype.name not in _TYPES or found.ndim != 2:
             # Norms, biases and what few bytes have another type.
             found = found.astype(np.float32)
         held = self._memory.lasting(found.nbytes).view(found.dtype).reshape(found.shape)
         held[...] = found
         rows, columns = found.shape if found.ndim == 2 else (1, found.size)
-        return held, _TYPES[found.dtype], rows, columns
+        return held, _TYPES[found.dtype.name], rows, columns
 
     def _read_rows(self) -> Embed:
         name = EMBEDDING
         if name not in self._matrices:
-            found, kind, *_ = self._read_numbers(name)
-            if kind == "bf16":
-                found = found.astype(np.float32)
-            return embed_numbers(found)
+            return embed_numbers(self._read_numbers(name)[0])
         matrix = self._matrices[name][0]
         raw = self._memory.lasting(self._nbytes(name))
         self._store.read_parts(name, raw)

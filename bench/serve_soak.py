@@ -122,7 +122,8 @@ def _with_template(source: Path, directory: Path) -> Path:
 
 def _generate(path: Path) -> dict[tuple[str, int], str]:
     """Return what the model answers to each question with each seed, asked alone."""
-    from moecache.integrations.transformers import generation, load, streams
+    from moecache.decoding import streams
+    from moecache.integrations.transformers import generation, load
 
     texts = {}
     with generation.quiet(verbose=False):

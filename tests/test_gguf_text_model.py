@@ -191,8 +191,12 @@ def test_what_cannot_be_read_is_refused_and_nothing_changes(model: TextModel) ->
     for token in (-1, model.vocabulary):
         with pytest.raises(IndexError, match="is of another tokenizer"):
             model.read([3, token], cache)
+    for wrong in ([1.5], ["a"], [[1]]):
+        with pytest.raises(TypeError):
+            model.read(wrong, cache)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="more than the model's"):
         model.read([3] * model.context, cache)
+    assert np.array_equal(model.read(np.array(IDS[:9]), model.new_cache()), logits)
     out = []
     for _ in range(3):
         out.append(int(logits.argmax()))

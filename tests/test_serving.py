@@ -227,7 +227,8 @@ def test_a_generation_that_is_stopped_ends_within_its_prompt(served: Served) -> 
     """Before the next layer's experts are asked for: a long prompt takes minutes."""
     import torch
 
-    from moecache.integrations.transformers import generation, streams
+    from moecache.decoding import streams
+    from moecache.integrations.transformers import generation
 
     model = served.engine.model
     prompt = torch.arange(40, 240)[None]

@@ -52,7 +52,8 @@ def _model(models: list[Path], tmp_path: Path) -> Path:
 
 def use(path: Path) -> None:
     """Load a checkpoint, its tokenizer if it has one, and generate."""
-    from moecache.integrations.transformers import generation, streams
+    from moecache.decoding import streams
+    from moecache.integrations.transformers import generation
 
     prompt = torch.tensor([[3, 4, 5]])
     if (path / "tokenizer_config.json").exists():
@@ -177,7 +178,8 @@ def test_errors_of_this_package_are_no_damage(model: Path, monkeypatch: pytest.M
 
 def test_a_token_beyond_the_model_s_is_refused(model: Path) -> None:
     """A tokenizer of another model has it."""
-    from moecache.integrations.transformers import generation, streams
+    from moecache.decoding import streams
+    from moecache.integrations.transformers import generation
 
     loaded, prompt = load_in_slots(model), torch.tensor([[3, 10**6]])
     with (

@@ -86,7 +86,8 @@ def going_on(path: Path, rank: int) -> list[str]:
     """Return what becomes of texts of a command's ranks, of which some fail."""
     import torch
 
-    from moecache.integrations.transformers import _following, generation, streams
+    from moecache.decoding import streams
+    from moecache.integrations.transformers import _following, generation
 
     model = load_in_slots(path, expert_parallel=True, rank_timeout_s=60)
     waves, steps = model.moecache.runtime.waves, iter(range(10_000))

@@ -1,5 +1,6 @@
 """TextModel: a model of a GGUF file, computed by programs alone; neither torch nor transformers."""
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ class TextModel:
 
     def read(
         self,
-        ids: Sequence[int],
+        ids: Sequence[int] | np.ndarray,
         cache: TextCache,
         on_read: Callable[[int], object] = lambda _: None,
     ) -> np.ndarray:
@@ -89,7 +90,7 @@ class TextModel:
 
         Parameters
         ----------
-        ids : sequence of int
+        ids : sequence or ndarray of int
             One at least.
         cache : TextCache
         on_read : callable (num_tokens), optional
@@ -106,27 +107,31 @@ class TextModel:
             If there is no token, or no room for them in the context.
         IndexError
             If one is none of the vocabulary.
+        TypeError
+            If one is no whole number.
         StoreError
             If an expert cannot be read; tokens before it may be in the cache.
         """
-        if not ids:
+        tokens = [operator.index(token) for token in ids]
+        num = len(tokens)
+        if not num:
             raise ConfigError("a text goes on by a token at least")
-        if cache.length + len(ids) > self.context:
+        if cache.length + num > self.context:
             raise ConfigError(
-                f"{len(ids)} tokens after {cache.length} are more than the model's {self.context}"
+                f"{num} tokens after {cache.length} are more than the model's {self.context}"
             )
         self.runtime.steps.check_usable()
         with self._lock:
             if cache.length == 0:
                 self.runtime.begin_sequence()
-            growth = cache.growth_bytes(len(ids))
+            growth = cache.growth_bytes(num)
             if growth:
                 # Slots may have it so far.
                 self.runtime.borrowed.make_room(growth)
-                cache.pages(len(ids))
-            program = self._program_of(min(len(ids), PROMPT_TOKENS))
-            for start in range(0, len(ids), PROMPT_TOKENS):
-                some = list(ids[start : start + PROMPT_TOKENS])
+                cache.pages(num)
+            program = self._program_of(min(num, PROMPT_TOKENS))
+            for start in range(0, num, PROMPT_TOKENS):
+                some = tokens[start : start + PROMPT_TOKENS]
                 layers = len(some) / self._said.num_layers
 
                 def on_layer(number: int, start: int = start, layers: float = layers) -> None:

@@ -83,10 +83,10 @@ def opened_model(
     with ThreadPoolExecutor(1, "moecache-tokenizer") as pool:
         found = pool.submit(read_tokenizer, store.metadata)
 
-        def on_trunk(trunk: Trunk) -> None:
+        def on_trunk(said: FileModel, trunk: Trunk) -> None:
             # Before the trunk is waited for: the prompt may be wrong.
             loading.enter("reading the trunk", trunk.progress)
-            tokens.append(_tokens_of(found.result(), prompt, store, is_chat=arguments.chat))
+            tokens.append(_tokens_of(found.result(), prompt, said, is_chat=arguments.chat))
 
         tokens: list[np.ndarray] = []
         model = open_text_model(
@@ -147,9 +147,8 @@ def _sampling(temperature: float | None, seed: int) -> Sampling:
     return Sampling(temperature=temperature or 0.0, top_k=50, seed=seed)
 
 
-def _tokens_of(tokenizer: Any, prompt: str, store: GgufStore, *, is_chat: bool) -> np.ndarray:
+def _tokens_of(tokenizer: Any, prompt: str, said: FileModel, *, is_chat: bool) -> np.ndarray:
     """Return a prompt's tokens, int64 [1, tokens]; raise ConfigError if a model cannot go on."""
-    said = FileModel(store)
     if is_chat:
         tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}])
     else:

@@ -11,14 +11,13 @@ import numpy as np
 
 from moecache.decoding._program import MAX_ROWS, Program
 from moecache.decoding.gguf._keys_values import TextCache
-from moecache.decoding.gguf._look_ahead import LookAhead
 from moecache.decoding.gguf.recipes import FileModel
 from moecache.decoding.gguf.trunk import Trunk
+from moecache.decoding.look_ahead import LookAhead, observer
 from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel
 from moecache.runtime.open import open as open_runtime
 from moecache.runtime.runtime import ExpertRuntime
-from moecache.runtime.steps import Observe
 from moecache.stores import GgufStore, open_store
 from moecache.units import format_bytes
 
@@ -131,14 +130,7 @@ class TextModel:
                 cache.pages(num)
             program = self._program_of(min(num, PROMPT_TOKENS))
             for start in range(0, num, PROMPT_TOKENS):
-                some = tokens[start : start + PROMPT_TOKENS]
-                layers = len(some) / self._said.num_layers
-
-                def on_layer(number: int, start: int = start, layers: float = layers) -> None:
-                    on_read(start + int(number * layers))
-
-                self._compute(program, some, cache, on_layer)
-                on_read(start + len(some))
+                self._compute(program, tokens, start, cache, on_read)
             logits: np.ndarray = program.logits_of(1)[0, 0]
         return logits
 
@@ -186,17 +178,20 @@ class TextModel:
     def _compute(
         self,
         program: Program,
-        ids: list[int],
+        tokens: list[int],
+        start: int,
         cache: TextCache,
-        on_layer: Callable[[int], object],
+        on_read: Callable[[int], object],
     ) -> None:
-        """Compute tokens behind a cache, into it."""
+        """Compute a part of some tokens behind a cache, into it."""
         steps = self.runtime.steps
+        ids = tokens[start : start + PROMPT_TOKENS]
         num = len(ids)
+        # Nothing is foreseen of a prompt.
+        look_ahead = self._look_ahead if num <= MAX_ROWS else None
         pages = cache.pages(num)
         self._embed(ids, program.hidden[:num])
         cos, sin = self._said.angles(np.arange(cache.length, cache.length + num))
-        is_step = num <= MAX_ROWS
         program.begin(
             pages,
             cache.length,
@@ -204,25 +199,26 @@ class TextModel:
             np.zeros(1, np.int64),
             cos,
             sin,
-            observe=self._observer(program) if is_step else steps.observer(),
+            observe=observer(steps, program, look_ahead),
         )
         missed = program.run()
         while missed >= 0:
+            if look_ahead is not None:
+                look_ahead.follow(missed, program.foresee)
             self._wait_for(missed, program, num)
             if num > MAX_ROWS:
-                on_layer(missed)
+                on_read(start + num * missed // self._said.num_layers)
             program.resume()
             missed = program.run()
         if program.num_resident:
             steps.count_leased(program.num_resident)
         self._num_steps += num == 1
         cache.length += num
+        on_read(start + num)
 
     def _wait_for(self, number: int, program: Program, num: int) -> None:
         """Compute a layer's experts as they arrive."""
         kernel, steps = self._kernels[number], self.runtime.steps
-        if num <= MAX_ROWS:
-            self._note(number, program)
         if num == 1:
             steps.compute_token(number, program.ids[:1], program.compute, None)
             return
@@ -238,23 +234,6 @@ class TextModel:
             # A traceback that the caller keeps would keep the leases as well.
             waves.close()
 
-    def _observer(self, program: Program) -> Observe | None:
-        """Return what is told of resident steps; nothing is where nothing more can be read."""
-        observe = self.runtime.steps.observer()
-        if observe is None:
-            return None
-
-        def tell(layer: int, ids: np.ndarray, sequences: Any) -> None:
-            self._note(layer, program)
-            observe(layer, ids, sequences)
-
-        return tell
-
-    def _note(self, layer: int, program: Program) -> None:
-        """Let the next layer's router foresee what it will choose."""
-        if self._look_ahead is not None:
-            self._look_ahead.follow(layer, program.foresee)
-
     def _start_look_ahead(self, *, is_forced: bool) -> LookAhead | None:
         prefetch = self.runtime.stats().prefetch
         if prefetch is None or not (is_forced or prefetch.mode == "auto"):
@@ -268,7 +247,7 @@ def open_text_model(
     path: str | os.PathLike[str] | GgufStore,
     memory: int | str | None = None,
     *,
-    on_trunk: Callable[[Trunk], object] = lambda _: None,
+    on_trunk: Callable[[FileModel, Trunk], object] = lambda *_: None,
     **options: Any,
 ) -> TextModel:
     """Open a GGUF file's model to compute text with it, without torch.
@@ -279,8 +258,9 @@ def open_text_model(
         One that is open is closed with the model, and also on an error.
     memory : int or str, optional
         For the experts' slots, as `moecache.open` takes it; the trunk comes on top.
-    on_trunk : callable (Trunk), optional
-        Given the trunk, whose `progress` says how far it is, as its reads begin.
+    on_trunk : callable (FileModel, Trunk), optional
+        Given, as the trunk's reads begin, what the file says, and the trunk, whose `progress` says
+        how far it is.
     **options
         Those of `moecache.Options` that say how experts are kept and read: not `device`, `dtype`,
         `layers`, `makes_room`, `share` or `top_k`. `prefetch` may also be "router": the next
@@ -317,7 +297,7 @@ def open_text_model(
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
         runtime = open_runtime(store, memory, makes_room=True, **options)
         trunk = Trunk(store, said.names())
-        on_trunk(trunk)
+        on_trunk(said, trunk)
         model = TextModel(said, runtime, trunk, looks_ahead=is_forced)
         trunk.close()
     except BaseException:

@@ -9,7 +9,6 @@ import numpy as np
 from moecache.decoding.embedding import Embed, embed_numbers, embed_rows
 from moecache.decoding.memory import CHUNK_BYTES, Memory
 from moecache.decoding.recipe import Linear, Norm
-from moecache.errors import ConfigError
 from moecache.kernels import num_threads, tile
 from moecache.kernels._kernels import Matrix
 from moecache.stores import GgufStore
@@ -78,12 +77,9 @@ class Trunk:
         return Norm(self.numbers(name), epsilon)
 
     def numbers(self, name: str) -> np.ndarray:
-        """Return a tensor's numbers, float32."""
-        found, kind, *_ = self._found[name].result()
-        if kind != "f32":
-            raise ConfigError(f"{name} of {self._store.path} is {kind}, and no float32")
-        array: np.ndarray = found
-        return array
+        """Return the numbers of a tensor of one dimension, float32."""
+        found: np.ndarray = self._found[name].result()[0]
+        return found
 
     def embed(self) -> Embed:
         """Return what writes tokens' embeddings."""
@@ -107,8 +103,7 @@ class Trunk:
             return self._read_numbers(name)
         matrix = self._matrices[name][0]
         rows, columns, known = matrix.rows, matrix.columns, matrix.format
-        if known.form is None:
-            raise ConfigError(f"{name} of {self._store.path}: no kernel multiplies {known.name}")
+        assert known.form is not None  # `FileModel` has looked
         raw = self._memory.passing(known.nbytes(rows, columns))
         self._store.read_parts(name, raw)
         form = self._memory.lasting(known.form.nbytes(rows, columns))
@@ -135,6 +130,5 @@ class Trunk:
         self._done.append(raw.nbytes)
         rows = raw.reshape(matrix.rows, -1)
         embed = embed_rows(rows, matrix.format.name, matrix.columns, is_rounded=False)
-        if embed is None:
-            raise ConfigError(f"{name} of {self._store.path}: no kernel for {matrix.format.name}")
+        assert embed is not None
         return embed

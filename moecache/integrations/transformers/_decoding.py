@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moecache.decoding._program import MAX_ROWS, KeyValues, Program
+from moecache.decoding.look_ahead import observer
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._cache_layers import growth
 from moecache.integrations.transformers._fast import fast_rows
@@ -42,7 +43,6 @@ from moecache.integrations.transformers.recipes import (
 from moecache.interrupts import uninterrupted
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
-from moecache.runtime.steps import Observe
 
 if TYPE_CHECKING:
     import transformers
@@ -349,7 +349,7 @@ class Decoder:
         if reading.recipe.embedding_scale != 1:
             hidden *= np.float32(reading.recipe.embedding_scale)
         cos, sin = rotary.angles(positions, apart=begins is None)
-        observe = self._observer(program)
+        observe = observer(self._runtime.steps, program, self._look_ahead())
         names = self._sequences
         if names is None:
             names = self._runtime.steps.names_of(num_rows)
@@ -409,18 +409,6 @@ class Decoder:
             kernel.count(len(places), program.compute(slots, places))
 
         self._runtime.steps.compute_token(number, program.ids[:1], compute, self._sequences)
-
-    def _observer(self, program: Program) -> Observe | None:
-        """Return what is told of resident steps; nothing is where nothing more can be read."""
-        observe = self._runtime.steps.observer()
-        if observe is None:
-            return None
-
-        def tell(layer: int, ids: np.ndarray, sequences: Any) -> None:
-            self._note(layer, program)
-            observe(layer, ids, sequences)
-
-        return tell
 
     def _note(self, layer: int, program: Program) -> None:
         """Let the next layer's router foresee what it will choose."""

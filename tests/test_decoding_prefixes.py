@@ -1,6 +1,7 @@
 """PrefixCache: pages by the tokens that they end, bounded in memory and in files."""
 
 import contextlib
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from moecache.decoding import _page_files
 from moecache.decoding.prefixes import Page, PrefixCache, num_positions
 from moecache.errors import StoreError
 
@@ -59,6 +61,20 @@ def test_the_longest_known_beginning_is_found() -> None:
     assert cache.find(tokens[4:]) == []
     stats = cache.stats()
     assert (stats.hit_tokens, stats.num_pages, stats.nbytes) == (16, 2, 2 * PAGE_BYTES)
+
+
+def long_page(tokens: list[int]) -> Page:
+    """Return the same as one page."""
+    keys, values = (
+        np.concatenate([page[0][place] for page in rows_of(tokens)], axis=2) for place in (0, 1)
+    )
+    return ((keys, values),)
+
+
+def link(shorter: str, longer: str) -> bytes:
+    """Return what a file has that leads from a page to a longer one."""
+    name = longer.encode()
+    return _page_files._LINK_LINE + _page_files._digest(shorter, name) + name
 
 
 @settings(max_examples=60)
@@ -145,10 +161,58 @@ def test_a_longer_page_takes_the_place_of_its_beginning(tmp_path: Path) -> None:
         other = [*tokens[:6], 0, 0, 0]
         assert same(cache.find(other, in_parts=True), rows_of(other[:6]))
         assert same(cache.find(other), rows_of(other[:4]))
-    assert len(list(tmp_path.glob("*.page"))) == 2
+    # A link, by which another process finds the beginning alone.
+    sizes = sorted(file.stat().st_size for file in tmp_path.glob("*.page"))
+    assert len(sizes) == 3
+    assert sizes[0] < 100
+    again = PrefixCache(
+        b"m", TOKENS, 10**6, part_tokens=2, directory=tmp_path, max_disk_bytes=10**6
+    )
+    assert same(again.find(other, in_parts=True), rows_of(other[:6]))
+    assert again.stats().nbytes == 6 * 8
     plain = PrefixCache(b"m", TOKENS, 10**6)
     plain.keep(tokens[:7], rows_of(tokens[:7]))
     assert same(plain.find([*tokens, 9], in_parts=True), rows_of(tokens[:4]))
+
+
+def test_links_are_followed_as_far_as_they_lead(tmp_path: Path) -> None:
+    """Over several; what leads nowhere, in a circle, or is damaged, is a miss, and goes."""
+    tokens = list(range(1, 9))
+    make = functools.partial(
+        PrefixCache, b"m", 8, 10**6, part_tokens=2, directory=tmp_path, max_disk_bytes=10**6
+    )
+    known: dict[int, Path] = {}
+    with contextlib.closing(make()) as cache:
+        for num in (2, 4, 6, 8):
+            cache.keep(tokens[:num], [long_page(tokens[:num])], in_parts=True)
+            cache._writing.submit(lambda: None).result()  # type: ignore[union-attr]
+            new = set(tmp_path.glob("*.page")) - set(known.values())
+            known[num] = new.pop()
+    two = [*tokens[:2], 0, 0]
+
+    def found() -> list[Page]:
+        with contextlib.closing(make()) as cache:
+            return cache.find(two, in_parts=True)
+
+    assert same(found(), [long_page(tokens[:2])])
+    kept = {num: path.read_bytes() for num, path in known.items()}
+    assert len(kept[8]) > 100 > max(len(kept[num]) for num in (2, 4, 6))
+    known[2].write_bytes(kept[2][:-1] + bytes([kept[2][-1] ^ 1]))
+    assert found() == []
+    assert not known[2].exists()
+    # By another link.
+    known[2].write_bytes(link(known[2].stem, known[4].stem))
+    assert same(found(), [long_page(tokens[:2])])
+    # A circle, as nobody writes it.
+    for one, other in ((2, 4), (4, 2)):
+        known[one].write_bytes(link(known[one].stem, known[other].stem))
+    assert found() == []
+    for num in (2, 4, 6):
+        known[num].write_bytes(kept[num])
+    assert same(found(), [long_page(tokens[:2])])
+    known[8].unlink()
+    assert found() == []
+    assert not known[2].exists()
 
 
 def test_files_outlive_the_process_and_are_bounded(tmp_path: Path) -> None:

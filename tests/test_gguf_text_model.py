@@ -1,5 +1,7 @@
 """TextModel: a GGUF file's model without torch, beside transformers' own."""
 
+import contextlib
+import json
 import os
 import signal
 import time
@@ -12,8 +14,12 @@ import numpy as np
 import pytest
 
 from moecache import kernels
+from moecache.decoding.gguf.continuing import continue_text, open_prefixes
 from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel, open_text_model
 from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
+from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.stores import open_store
 from tests.helpers.gguf_members import MODELS
@@ -417,6 +423,104 @@ def test_generate_draws_as_torchs_way_does(text_file: Path) -> None:
     assert trace.stat().st_size
 
 
+def run_text(
+    model: TextModel, prompt: list[int], num: int, prefixes: PrefixCache | None = None
+) -> tuple[list[int], int]:
+    """Return the tokens of a text, and how many of the prompt's were known."""
+    stream = TokenTimes()
+    sampler = Sampler(Sampling(temperature=0.0))
+    continue_text(model, prompt, sampler, stream, max_new_tokens=num, prefixes=prefixes)
+    return stream.tokens, stream.cached_tokens
+
+
+def test_a_text_goes_on_from_what_is_known_of_it(model: TextModel) -> None:
+    """Of an earlier prompt and its answer; with the tokens that it has without."""
+    rng = np.random.default_rng(1)
+    prefixes = PrefixCache(b"", 32, 2**24, part_tokens=8)
+    prompt, num_before = IDS[:21], 1
+    for turn in range(4):
+        wanted, num_known = run_text(model, prompt, 12)
+        assert num_known == 0
+        found, num_known = run_text(model, prompt, 12, prefixes)
+        assert found == wanted
+        # The last token of an answer is drawn, and not read.
+        assert num_known == (num_before - 1) // 8 * 8
+        num_before = len(prompt) + len(found)
+        prompt = prompt + found + rng.integers(3, 90, 9 + turn).tolist()
+    # Another end, within a page.
+    other = [*prompt[:45], 7, 8, 9]
+    assert run_text(model, other, 5, prefixes) == (run_text(model, other, 5)[0], 40)
+
+
+def test_a_text_that_is_stopped_is_known_as_far_as_it_came(model: TextModel) -> None:
+    """With its answer; a cache that is closed keeps nothing."""
+
+    class Stopping(TokenTimes):
+        def take(self, tokens: list[int]) -> None:
+            self.stopped = len(self.tokens) == num
+
+    sampler = Sampler(Sampling(temperature=0.0))
+    wanted, _ = run_text(model, IDS, 12)
+    for num in (1, 9):
+        prefixes = PrefixCache(b"", 32, 2**24, part_tokens=8)
+        with pytest.raises(Stopped):
+            continue_text(model, IDS, sampler, Stopping(), max_new_tokens=12, prefixes=prefixes)
+        # All but the last token that was drawn.
+        num_known = (len(IDS) + num - 1) // 8 * 8
+        assert run_text(model, IDS + wanted, 3, prefixes)[1] == num_known
+    with pytest.raises(ConfigError, match="leaves no room"):
+        run_text(model, [3] * model.context, 3, prefixes)
+    prefixes.close()
+    assert run_text(model, IDS, 12, prefixes) == (wanted, 0)
+
+
+def test_a_files_own_pages_are_found_by_another_process(
+    model: TextModel, file: Path, tmp_path: Path
+) -> None:
+    """And by no other file's model."""
+    folder = tmp_path / "pages"
+    other = tmp_path / "other.gguf"
+    other.write_bytes(file.read_bytes())
+    found = []
+    for path in (file, file, other):
+        with (
+            open_text_model(path, "50%") as opened,
+            contextlib.closing(
+                open_prefixes(opened, 2**24, directory=folder, max_disk_bytes=2**24)
+            ) as prefixes,
+        ):
+            found.append(run_text(opened, IDS, 6, prefixes))
+    wanted, _ = run_text(model, IDS, 6)
+    assert found == [(wanted, 0), (wanted, 32), (wanted, 0)]
+
+
+def test_chat_talks_without_torch(text_file: Path, tmp_path: Path) -> None:
+    """Each reply is that of `generate` after the same conversation, which is read once."""
+    options = ["--memory", "50%", "--max-new-tokens", "24", "--prefix-cache", tmp_path / "pages"]
+    question = "hello " * 20
+    done = run_child(RUN, "chat", text_file, *options, stdin=f"{question}\n/stats\nworld\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "False False"
+    assert "tokens are one call each, without torch" in done.stderr
+    first = run_child(RUN, "generate", text_file, question.strip(), "--chat", *options[:4])
+    # The template looks at the first question alone.
+    assert done.stdout == first.stdout * 2
+    again = run_child(RUN, "chat", text_file, *options, stdin=question)
+    assert again.stdout == first.stdout
+    assert [out.stderr.count("tokens known)") for out in (done, again)] == [1, 1]
+
+
+def test_a_grammar_is_kept_to_without_torch(text_file: Path) -> None:
+    """By llguidance, of the file's own tokens."""
+    pytest.importorskip("llguidance")
+    schema = '{"type": "array", "items": {"enum": [10, 20]}, "minItems": 3, "maxItems": 3}'
+    options = ["--memory", "50%", "--json-schema", schema, "--max-new-tokens", "60"]
+    done = run_child(RUN, "generate", text_file, "hello", *options)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)) == 3
+    assert done.stderr.splitlines()[-1] == "False False"
+
+
 @pytest.mark.parametrize(
     "options", [["--compute", "torch"], ["--dtype", "float32"], ["--device", "cuda"]], ids=str
 )
@@ -426,9 +530,12 @@ def test_options_of_torchs_way_take_it(text_file: Path, options: list[str]) -> N
 
     with open_store(text_file) as store:
         arguments = _arguments(text_file, *options)
-        assert without_torch.why_torch(arguments, store).startswith(f"{options[0]} is")
-        assert without_torch.why_torch(_arguments(text_file), store) == ""
-    assert without_torch.why_torch(_arguments(text_file), "a/name") == "it is no GGUF file"
+        assert without_torch.why_torch(arguments, store, is_chat=False).startswith(
+            f"{options[0]} is"
+        )
+        assert without_torch.why_torch(_arguments(text_file), store, is_chat=True) == ""
+    why = without_torch.why_torch(_arguments(text_file), "a/name", is_chat=False)
+    assert why == "it is no GGUF file"
 
 
 def _arguments(file: Path, *options: str) -> Any:

@@ -19,12 +19,13 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, *, most: int = 3, free: int
     """Run something with turns of a model whose tokens take a byte each."""
     from moecache.serving import turns
 
-    monkeypatch.setattr(turns, "room_bytes", lambda model: model.free)
     monkeypatch.setattr(turns, "bytes_per_token", lambda _: 1)
     monkeypatch.setattr(turns, "_LOOK_S", 0.001)
 
     async def with_turns() -> None:
         model = SimpleNamespace(free=free)
+        borrowed = SimpleNamespace(room_bytes=lambda: model.free)
+        model.moecache = SimpleNamespace(runtime=SimpleNamespace(borrowed=borrowed))
         made = turns.Turns(model, most)
         await body(SimpleNamespace(model=model, turns=made, wait=_wait(made)))
 

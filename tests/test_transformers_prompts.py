@@ -309,9 +309,8 @@ def test_a_span_takes_no_more_memory_than_is_free(
     page = prompts.PAGE_TOKENS * offload.runtime.layout.top_k * width * 4
     pool, cache = offload.runtime.pool, offload.runtime.cache
     unfilled = pool.nbytes * (cache.capacity - cache.num_resident) // pool.num_slots
-    monkeypatch.setattr(
-        prompts, "free_host_bytes", lambda: unfilled + prompts._FREE_PART * 5 * page
-    )
+    free = unfilled + prompts._FREE_PART * 5 * page
+    monkeypatch.setattr("moecache.runtime.borrowed.free_host_bytes", lambda: free)
     assert prompts.span_pages(model) == 5
-    monkeypatch.setattr(prompts, "free_host_bytes", lambda: 0)
+    monkeypatch.setattr("moecache.runtime.borrowed.free_host_bytes", lambda: 0)
     assert prompts.span_pages(model) == 1

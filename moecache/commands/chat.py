@@ -21,10 +21,9 @@ from moecache.commands.generate import (
     add_sampling_options,
     check_sampling,
     check_text,
-    loaded,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.opened import opened, trunk_read
+from moecache.commands.opened_texts import opened_texts
 from moecache.commands.paths import (
     HUB_NAMES,
     add_hub_options,
@@ -39,10 +38,10 @@ from moecache.commands.prefixes import (
     opened_prefixes,
 )
 from moecache.commands.ranks import num_ranks
-from moecache.commands.start_line import StartLine
+from moecache.commands.texts import Encoder, Texts
+from moecache.decoding import streams
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.telemetry import RuntimeStats
-from moecache.telemetry.loading import Loading
 from moecache.units import format_bytes
 
 # Longer texts take minutes to tokenize, and exceed the context of every model.
@@ -64,7 +63,8 @@ def add_parser(commands: Any) -> None:
         "much memory as --memory says. Each reply is that of `moecache generate` with the same "
         "seed after the same conversation. In the conversation, /reset forgets it, /stats shows "
         "counters, /help the rest; Ctrl-C stops a reply, Ctrl-D leaves. Needs "
-        "pip install 'moecache[transformers]'.",
+        "pip install 'moecache[transformers]', or 'moecache[gguf]' for a quantized GGUF file of "
+        "Qwen2-MoE, Qwen3-MoE or OLMoE, which is computed without torch.",
         epilog="examples: moecache chat ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache chat ./OLMoE-1B-7B --system 'Answer in one sentence.' --temperature 0",
     )
@@ -101,30 +101,23 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdin.reconfigure(errors="surrogateescape")
     find_model(arguments)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(opened(arguments))
-        loading, trunk = Loading(), trunk_read(store)
-        line = stack.enter_context(StartLine(console, loading))
-        loading.enter("importing torch", trunk)
-        from moecache.integrations.transformers import generation
+    told = _told(arguments)
 
-        stack.enter_context(generation.quiet(verbose=arguments.verbose))
-        loading.enter("reading the tokenizer", trunk)
-        tokenizer = generation.load_tokenizer(store)
-        # Before the model, which takes minutes: a template may be damaged.
-        hello = [*_told(arguments), {"role": "user", "content": "Hello"}]
-        generation.check_chat(tokenizer, hello)
-        told = _told(arguments)
+    def check(encoder: Encoder) -> None:
+        # A template may be damaged.
+        hello = [*told, {"role": "user", "content": "Hello"}]
+        encoder.check_chat(hello)
         if arguments.resume is not None:
-            told = read_conversation(arguments.resume) or told
-            generation.check_chat(tokenizer, told or hello)
-        loading.enter("building the model", trunk)
-        with (
-            loaded(arguments, store, line) as model,
-            opened_prefixes(arguments, model) as prefixes,
-        ):
-            console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")
-            _Conversation(console, model, tokenizer, arguments, told, prefixes).run()
+            resumed.extend(read_conversation(arguments.resume) or [])
+            encoder.check_chat(resumed or hello)
+
+    resumed: list[dict[str, str]] = []
+    with (
+        opened_texts(arguments, console, check, is_chat=True) as texts,
+        opened_prefixes(arguments, texts.runtime, texts.open_prefixes) as prefixes,
+    ):
+        console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")
+        _Conversation(console, texts, arguments, resumed or told, prefixes).run()
     return 0
 
 
@@ -134,15 +127,13 @@ class _Conversation:
     def __init__(
         self,
         console: Console,
-        model: Any,
-        tokenizer: Any,
+        texts: Texts,
         arguments: argparse.Namespace,
         messages: list[dict[str, str]],
         prefixes: Any,
     ) -> None:
         self._console = console
-        self._model = model
-        self._tokenizer = tokenizer
+        self._texts = texts
         self._arguments = arguments
         self._messages = messages
         self._prefixes = prefixes
@@ -191,7 +182,7 @@ class _Conversation:
             self._reset()
             self._say("the conversation begins anew")
         elif text == "/stats":
-            self._say(printable_lines(self._model.moecache.report()))
+            self._say(printable_lines(self._texts.report()))
             if self._prefixes is not None:
                 self._say(describe(self._prefixes.stats()))
         elif text == "/help":
@@ -201,26 +192,22 @@ class _Conversation:
 
     def _reply(self, text: str) -> None:
         """Generate what follows; a reply that was stopped is one, a failed one never was."""
-        from moecache.decoding import streams
-        from moecache.integrations.transformers import generation
-
-        arguments, runtime = self._arguments, self._model.moecache.runtime
+        arguments, texts, runtime = self._arguments, self._texts, self._texts.runtime
         parts: list[str] = []
         self._messages.append({"role": "user", "content": text})
         before: RuntimeStats = runtime.stats()
         try:
-            ids = generation.encode_chat(self._tokenizer, self._messages)
+            ids = texts.encoder.encode_chat(self._messages)
             with LiveLine(self._console, runtime) as line:
 
                 def write(part: str) -> None:
                     parts.append(part)
                     line.write(part)
 
-                stream = streams.TextStream(self._tokenizer, ids, write)
+                stream = streams.TextStream(texts.encoder.tokenizer, ids, write)
                 line.stamps_s, line.prompt = stream.stamps_s, stream.progress
                 try:
-                    generation.continue_tokens(
-                        self._model,
+                    texts.continue_tokens(
                         ids,
                         stream,
                         max_new_tokens=arguments.max_new_tokens,

@@ -2,15 +2,12 @@
 
 import argparse
 import contextlib
-import functools
-import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 
-from moecache.commands import collector
 from moecache.commands.arguments import (
     PLAIN_MODES,
     add_force,
@@ -21,11 +18,11 @@ from moecache.commands.arguments import (
 from moecache.commands.grammar import (
     add_grammar_options,
     check_grammar,
-    compiled_mask,
     read_grammar,
 )
 from moecache.commands.live_line import LiveLine
-from moecache.commands.opened import opened, trunk_read
+from moecache.commands.loaded import loaded
+from moecache.commands.opened_texts import opened_texts
 from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable_lines
 from moecache.commands.prefixes import add_prefix_options, check_prefixes, opened_prefixes
 from moecache.commands.ranks import (
@@ -33,22 +30,17 @@ from moecache.commands.ranks import (
     follow,
     num_ranks,
     rank,
-    rank_options,
     rank_table,
     telling,
 )
-from moecache.commands.start_line import StartLine
+from moecache.commands.texts import Encoder
 from moecache.decoding import streams
 from moecache.errors import ConfigError, StoreError
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
-from moecache.stores import GgufStore
 from moecache.telemetry import RuntimeStats
-from moecache.telemetry.loading import Loading
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import check_seed, format_bytes
-
-logger = logging.getLogger(__name__)
 
 
 def add_parser(commands: Any) -> None:
@@ -164,135 +156,51 @@ def run(arguments: argparse.Namespace) -> int:
     check_sampling(arguments)
     check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
     check_prefixes(arguments)
-    texts = check_grammar(arguments)
+    said = check_grammar(arguments)
     # Before torch, whose import takes seconds.
     find_model(arguments)
     if rank() > 0:
         return follow(arguments, loaded)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with contextlib.ExitStack() as stack:
-        grammar = read_grammar(*texts)
-        prompt = _prompt(arguments)
-        from moecache.commands import without_torch  # not for --help to wait for
+    grammar = read_grammar(*said)
+    prompt, found = _prompt(arguments), list[Any]()
 
-        why_torch = functools.cache(functools.partial(without_torch.why_torch, arguments))
-        store = stack.enter_context(opened(arguments, lambda store: why_torch(store) != ""))
-        loading, trunk = Loading(), trunk_read(store)
-        line = stack.enter_context(StartLine(console, loading))
-        if isinstance(store, GgufStore):
-            if not why_torch(store):
-                return _run_without_torch(arguments, store, prompt, console, line)
-            logger.info("generate.torch %s", why_torch(store))
-        loading.enter("importing torch", trunk)
-        from moecache.integrations.transformers import _following, generation
+    def encode(encoder: Encoder) -> None:
+        if arguments.chat:
+            found.append(encoder.encode_chat([{"role": "user", "content": prompt}]))
+        else:
+            found.append(encoder.encode(prompt))
 
-        stack.enter_context(generation.quiet(verbose=arguments.verbose))
-        loading.enter("reading the tokenizer", trunk)
-        tokenizer = generation.load_tokenizer(store)
-        # Before the model: it takes minutes, and the prompt may be wrong.
-        ids = generation.encode(tokenizer, prompt, chat=arguments.chat)
-        loading.enter("building the model", trunk)
-        with (
-            loaded(arguments, store, line) as model,
-            _following.leading(model),
-            _recorded(model.moecache.runtime, arguments),
-            opened_prefixes(arguments, model) as prefixes,
-        ):
-            runtime = model.moecache.runtime
-            with LiveLine(console, runtime) as text:
-                stream = streams.TextStream(tokenizer, ids, text.write)
-                text.stamps_s, text.prompt = stream.stamps_s, stream.progress
-                try:
-                    generation.continue_tokens(
-                        model,
-                        ids,
-                        stream,
-                        max_new_tokens=arguments.max_new_tokens,
-                        temperature=arguments.temperature,
-                        seed=arguments.seed,
-                        mask=grammar and compiled_mask(grammar, model, tokenizer),
-                        prefixes=prefixes,
-                    )
-                except KeyboardInterrupt:
-                    stream.end()
-                    raise
-            console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
-            if num_ranks() > 1:
-                console.print(rank_table(_following.gathered_figures(model)), style="dim")
-            if arguments.stats:
-                console.print(printable_lines(model.moecache.report()))
-    return 0
-
-
-def _run_without_torch(
-    arguments: argparse.Namespace, store: GgufStore, prompt: str, console: Console, line: StartLine
-) -> int:
-    """Generate by programs alone, and show the figures; return the exit code."""
-    from moecache.commands import without_torch
-
-    rank_options(arguments)  # there are no ranks: it refuses what is for them
-    with without_torch.opened_model(arguments, store, prompt, line.loading) as opened:
-        model, tokenizer, ids = opened
-        collector.go_on()
-        line.stop()
-        with _recorded(model.runtime, arguments), LiveLine(console, model.runtime) as text:
-            stream = streams.TextStream(tokenizer, ids, text.write)
+    with (
+        opened_texts(arguments, console, encode, is_chat=arguments.chat) as texts,
+        _recorded(texts.runtime, arguments),
+        opened_prefixes(arguments, texts.runtime, texts.open_prefixes) as prefixes,
+    ):
+        runtime, ids = texts.runtime, found[0]
+        with LiveLine(console, runtime) as text:
+            stream = streams.TextStream(texts.encoder.tokenizer, ids, text.write)
             text.stamps_s, text.prompt = stream.stamps_s, stream.progress
             try:
-                without_torch.continue_tokens(
-                    model,
+                texts.continue_tokens(
                     ids,
                     stream,
                     max_new_tokens=arguments.max_new_tokens,
                     temperature=arguments.temperature,
                     seed=arguments.seed,
+                    mask=grammar and texts.new_mask(grammar),
+                    prefixes=prefixes,
                 )
             except KeyboardInterrupt:
                 stream.end()
                 raise
-        console.print(_summary(ids.shape[1], stream, model.runtime.stats()), style="dim")
+        console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
+        if num_ranks() > 1:
+            from moecache.integrations.transformers import _following
+
+            console.print(rank_table(_following.gathered_figures(texts.model)), style="dim")
         if arguments.stats:
-            console.print(printable_lines(model.report()))
+            console.print(printable_lines(texts.report()))
     return 0
-
-
-@contextlib.contextmanager
-def loaded(
-    arguments: argparse.Namespace,
-    store: Any = None,
-    line: StartLine | None = None,
-) -> Iterator[Any]:
-    """Load the model as the options say, and close it at the end.
-
-    `store` is what `opened` gave, if it was asked. `line` is told of what is read ahead, and ends
-    once the model is there.
-    """
-    from moecache.integrations.transformers import load
-
-    collector.go_on()
-    options = {} if arguments.dtype is None else {"dtype": arguments.dtype}
-    if getattr(arguments, "context", None) is not None:
-        options["context_tokens"] = arguments.context
-    if getattr(arguments, "prefix_memory", None) is not None:
-        options["prefix_memory"] = arguments.prefix_memory
-    if line is not None:
-        options["progress"] = functools.partial(line.loading.note, "reading experts ahead")
-    model = load(
-        store or arguments.model,
-        arguments.memory,
-        arguments.device,
-        policy=arguments.policy,
-        scope=arguments.scope,
-        prefetch=arguments.prefetch,
-        read=arguments.read,
-        compute=arguments.compute,
-        profile=arguments.profile,
-        **options | rank_options(arguments),
-    )
-    with model.moecache:
-        if line is not None:
-            line.stop()
-        yield model
 
 
 @contextlib.contextmanager

@@ -79,12 +79,3 @@ def read_grammar(option: str, text: str) -> Any:
     if not isinstance(schema, dict | bool):
         raise ConfigError(f"{option} must be an object of JSON, such as {{}}")
     return Grammar.of_schema(schema, option)
-
-
-def compiled_mask(grammar: Any, model: Any, tokenizer: Any) -> Any:
-    """Return what keeps a model's text within a grammar."""
-    from moecache.integrations.transformers.continuing import ends_of
-    from moecache.serving.grammars import Grammars
-
-    width = model.config.get_text_config().vocab_size
-    return Grammars(width, ends_of(model)).compile(grammar, tokenizer).new_mask()

@@ -2,12 +2,13 @@
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moecache.commands.arguments import naming
 from moecache.errors import ConfigError
+from moecache.runtime.runtime import ExpertRuntime
 from moecache.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -60,13 +61,23 @@ def check_prefixes(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def opened_prefixes(arguments: argparse.Namespace, model: Any) -> "Iterator[PrefixCache | None]":
-    """Yield a cache of prompts' pages, closed at the end; `None` if there is none."""
-    from moecache.integrations.transformers.prompts import room_bytes
-    from moecache.integrations.transformers.reading import open_prefixes
+def opened_prefixes(
+    arguments: argparse.Namespace,
+    runtime: ExpertRuntime,
+    open_prefixes: "Callable[..., PrefixCache | None]",
+) -> "Iterator[PrefixCache | None]":
+    """Yield a cache of prompts' pages, closed at the end; `None` if there is none.
 
+    Parameters
+    ----------
+    arguments : Namespace
+    runtime : ExpertRuntime
+        Beside whose slots there is memory.
+    open_prefixes : callable (max_bytes, directory=, max_disk_bytes=)
+        Returns a cache for the model, or `None`.
+    """
     if arguments.prefix_memory is None:
-        max_bytes = min(_DEFAULT_BYTES, room_bytes(model) // _DEFAULT_SHARE)
+        max_bytes = min(_DEFAULT_BYTES, runtime.borrowed.room_bytes() // _DEFAULT_SHARE)
     else:
         max_bytes = parse_bytes(arguments.prefix_memory)
     directory = arguments.prefix_cache
@@ -74,7 +85,6 @@ def opened_prefixes(arguments: argparse.Namespace, model: Any) -> "Iterator[Pref
         yield None
         return
     prefixes = open_prefixes(
-        model,
         max_bytes,
         directory=None if directory is None else Path(directory),
         max_disk_bytes=0 if directory is None else parse_bytes(arguments.prefix_disk),

@@ -5,13 +5,15 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from moecache.commands.arguments import check_outputs
-from moecache.commands.generate import add_expert_options, check_max_new_tokens, loaded
+from moecache.commands.generate import add_expert_options, check_max_new_tokens
+from moecache.commands.loaded import loaded
 from moecache.commands.opened import opened, trunk_read
 from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable
 from moecache.commands.prefixes import (
@@ -147,6 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         loading, trunk = early.loading, trunk_read(store)
         loading.enter("importing torch", trunk)
         from moecache.integrations.transformers import _following, generation
+        from moecache.integrations.transformers.reading import open_prefixes
         from moecache.serving.app import build_app
         from moecache.serving.engine import Engine
         from moecache.serving.generating import why_alone
@@ -157,7 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
             loading.enter("building the model", trunk)
             with (
                 loaded(arguments, store, line) as model,
-                opened_prefixes(arguments, model) as prefixes,
+                opened_prefixes(
+                    arguments, model.moecache.runtime, partial(open_prefixes, model)
+                ) as prefixes,
                 _following.leading(model),
             ):
                 loading.enter("preparing to answer")

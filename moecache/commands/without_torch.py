@@ -1,4 +1,4 @@
-"""Text without torch: `moecache generate` of a GGUF file that programs alone compute.
+"""Text without torch: the model of a command, from a GGUF file that programs alone compute.
 
 Torch and transformers take seconds to import, and the model half of one to build, with the disk
 idle; what a GGUF file says is enough for the families that have recipes of files.
@@ -7,27 +7,32 @@ idle; what a GGUF file says is enough for the families that have recipes of file
 import argparse
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moecache.commands.ranks import num_ranks
+from moecache.commands import collector
+from moecache.commands.ranks import num_ranks, rank_options
+from moecache.commands.start_line import StartLine
+from moecache.commands.texts import OnTokenizer
 from moecache.decoding.gguf.chat import has_sandbox
 from moecache.decoding.gguf.model import TextModel, open_text_model
 from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
 from moecache.decoding.gguf.trunk import Trunk
-from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.kernels import default_compute
+from moecache.runtime.runtime import ExpertRuntime
 from moecache.stores import CheckpointStore, GgufStore
-from moecache.telemetry.loading import Loading
 
 
-def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore) -> str:
+def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is_chat: bool) -> str:
     """Return why a command needs torch; "" if it does not.
 
     Raises
@@ -41,8 +46,6 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore) -> st
         "--device": arguments.device != "cpu",
         "--dtype": arguments.dtype is not None,
         "--compute": arguments.compute == "torch",
-        "--grammar": arguments.grammar is not None or arguments.json_schema is not None,
-        "--prefix-cache": arguments.prefix_cache is not None,
     }
     for option, is_given in options.items():
         if is_given:
@@ -56,7 +59,7 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore) -> st
     except NoTextModelError as error:
         return str(error)
     missing = [] if importlib.util.find_spec("tokenizers") else ["tokenizers"]
-    if arguments.chat and not has_sandbox():
+    if is_chat and not has_sandbox():
         missing.append("jinja2 of 3.1.6 or later")
     if not missing:
         return ""
@@ -68,27 +71,134 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore) -> st
     return f"{missing[0]} is not installed"
 
 
-@contextmanager
-def opened_model(
-    arguments: argparse.Namespace, store: GgufStore, prompt: str, loading: Loading
-) -> Iterator[tuple[TextModel, Any, np.ndarray]]:
-    """Yield a model, its tokenizer, and a prompt's tokens, int64 [1, tokens]; close it at the end.
+class FileTexts:
+    """The texts of a GGUF file's model; a `Texts`.
 
-    The tokenizer is made while the experts are opened and the trunk is read.
+    Parameters
+    ----------
+    model : TextModel
+    encoder : FileEncoder
+    """
+
+    def __init__(self, model: TextModel, encoder: "FileEncoder") -> None:
+        self.model, self.encoder = model, encoder
+        self.runtime: ExpertRuntime = model.runtime
+
+    def report(self) -> str:
+        """Return the counters, layer by layer."""
+        return self.model.report()
+
+    def new_mask(self, grammar: Any) -> Mask:
+        """Return what keeps a text within a grammar."""
+        from moecache.serving.grammars import Grammars
+
+        ends = sorted(self.model.ends)
+        compiled = Grammars(self.model.vocabulary, ends).compile(grammar, self.encoder.tokenizer)
+        mask: Mask = compiled.new_mask()
+        return mask
+
+    def open_prefixes(
+        self, max_bytes: int, *, directory: Path | None = None, max_disk_bytes: int = 0
+    ) -> PrefixCache:
+        """Return a cache of texts' pages."""
+        from moecache.decoding.gguf.continuing import open_prefixes
+
+        return open_prefixes(
+            self.model, max_bytes, directory=directory, max_disk_bytes=max_disk_bytes
+        )
+
+    def continue_tokens(
+        self,
+        ids: np.ndarray,
+        stream: TokenTimes,
+        *,
+        max_new_tokens: int,
+        temperature: float | None,
+        seed: int,
+        mask: Mask | None = None,
+        prefixes: PrefixCache | None = None,
+    ) -> None:
+        """Generate; by default the likeliest tokens, as GGUF files say nothing of it."""
+        from moecache.decoding.gguf.continuing import continue_text
+
+        tokens: list[int] = ids[0].tolist()
+        # As transformers has it for a model without a generation_config.json.
+        sampling = Sampling(temperature=temperature or 0.0, top_k=50, seed=seed)
+        continue_text(
+            self.model,
+            tokens,
+            Sampler(sampling, tokens),
+            stream,
+            max_new_tokens=max_new_tokens,
+            mask=mask,
+            prefixes=prefixes,
+        )
+
+
+class FileEncoder:
+    """A GGUF file's tokenizer, beside what its model takes; an `Encoder`.
+
+    Parameters
+    ----------
+    tokenizer : FileTokenizer
+    said : FileModel
+    """
+
+    def __init__(self, tokenizer: Any, said: FileModel) -> None:
+        self.tokenizer = tokenizer
+        self._said = said
+
+    def encode(self, prompt: str) -> np.ndarray:
+        """Return a prompt's tokens, int64 [1, tokens]."""
+        return self._checked(self.tokenizer.encode(prompt))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return a conversation's tokens with the beginning of an answer, int64 [1, tokens]."""
+        return self._checked(self.tokenizer.encode_chat(messages))
+
+    def check_chat(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a ConfigError if there is no chat template, or it fails with such messages."""
+        self.tokenizer.encode_chat(messages)
+
+    def _checked(self, tokens: list[int]) -> np.ndarray:
+        if not tokens:
+            raise ConfigError(
+                "the prompt is empty; the model needs at least one token to start from"
+            )
+        most: int = self._said.settings["vocab_size"]
+        if max(tokens) >= most:
+            raise ConfigError(
+                f"the prompt has token {max(tokens)}, but the model knows {most} tokens; "
+                "its tokenizer is of another model"
+            )
+        self._said.check_room(len(tokens))
+        return np.array([tokens], np.int64)
+
+
+@contextmanager
+def file_texts(
+    arguments: argparse.Namespace, store: GgufStore, line: StartLine, on_tokenizer: OnTokenizer
+) -> Iterator[FileTexts]:
+    """Yield the texts of a GGUF file's model, and close it at the end.
+
+    The tokenizer is made while the experts are opened and the trunk is read; `on_tokenizer` is
+    called before the trunk is waited for.
     """
     # Needs tokenizers, which are no part of a base install.
     from moecache.decoding.gguf.tokenizer import read_tokenizer
 
+    rank_options(arguments)  # there are no ranks: it refuses what is for them
+    loading = line.loading
     loading.enter("opening the experts")
     with ThreadPoolExecutor(1, "moecache-tokenizer") as pool:
         found = pool.submit(read_tokenizer, store.metadata)
 
         def on_trunk(said: FileModel, trunk: Trunk) -> None:
-            # Before the trunk is waited for: the prompt may be wrong.
             loading.enter("reading the trunk", trunk.progress)
-            tokens.append(_tokens_of(found.result(), prompt, said, is_chat=arguments.chat))
+            encoders.append(FileEncoder(found.result(), said))
+            on_tokenizer(encoders[0])
 
-        tokens: list[np.ndarray] = []
+        encoders: list[FileEncoder] = []
         model = open_text_model(
             store,
             arguments.memory,
@@ -98,72 +208,10 @@ def opened_model(
             read=arguments.read,
             profile=arguments.profile,
             on_trunk=on_trunk,
+            prefix_memory=arguments.prefix_memory or 0,
             progress=functools.partial(loading.note, "reading experts ahead"),
         )
     with model:
-        yield model, found.result(), tokens[0]
-
-
-def continue_tokens(
-    model: TextModel,
-    prompt: np.ndarray,
-    stream: TokenTimes,
-    *,
-    max_new_tokens: int,
-    temperature: float | None,
-    seed: int,
-) -> None:
-    """Generate tokens until the model ends its text, `max_new_tokens` are there, or no room is.
-
-    Parameters
-    ----------
-    model : TextModel
-    prompt : ndarray of int64, shape [1, tokens]
-    stream : TokenTimes
-        Gets the prompt, each token, and the end.
-    max_new_tokens : int
-    temperature : float, optional
-        By default the likeliest token is taken, as GGUF files say nothing of it.
-    seed : int
-    """
-    tokens: list[int] = prompt[0].tolist()
-    sampler = Sampler(_sampling(temperature, seed), tokens)
-    cache = model.new_cache()
-    stream.put(prompt)
-    logits = model.read(tokens, cache, stream.read)
-    num_left = min(max_new_tokens, model.context - len(tokens))
-    while True:
-        token = sampler.draw(logits)
-        num_left -= 1
-        stream.put(np.array([[token]]))
-        if token in model.ends or num_left < 1:
-            break
-        logits = model.read([token], cache)
-    stream.end()
-
-
-def _sampling(temperature: float | None, seed: int) -> Sampling:
-    # As transformers has it for a model without a generation_config.json.
-    return Sampling(temperature=temperature or 0.0, top_k=50, seed=seed)
-
-
-def _tokens_of(tokenizer: Any, prompt: str, said: FileModel, *, is_chat: bool) -> np.ndarray:
-    """Return a prompt's tokens, int64 [1, tokens]; raise ConfigError if a model cannot go on."""
-    if is_chat:
-        tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-    else:
-        tokens = tokenizer.encode(prompt)
-    if not tokens:
-        raise ConfigError("the prompt is empty; the model needs at least one token to start from")
-    most: int = said.settings["vocab_size"]
-    if max(tokens) >= most:
-        raise ConfigError(
-            f"the prompt has token {max(tokens)}, but the model knows {most} tokens; "
-            "its tokenizer is of another model"
-        )
-    if len(tokens) >= said.context:
-        raise ConfigError(
-            f"the prompt of {len(tokens)} tokens leaves no room for new ones; the model takes "
-            f"{said.context}"
-        )
-    return np.array([tokens], np.int64)
+        collector.go_on()
+        line.stop()
+        yield FileTexts(model, encoders[0])

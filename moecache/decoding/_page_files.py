@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +20,11 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".page"
 _FIRST_LINE = b"moecache page 2\n"
+_LINK_LINE = b"moecache link 1\n"
 _DIGEST_BYTES = 32
+# Links that lead to links: a page grows by that many parts.
+_MOST_LINKS = 32
+_NAME = re.compile(r"[0-9a-f]{1,128}")
 # A page is written in seconds: a part of one that is older has lost its process.
 _ABANDONED_S = 3600
 # Layers, and dimensions of an array.
@@ -39,6 +44,9 @@ class PageFiles:
     keys and the values of each its type, its shape and its bytes, all numbers little-endian.
     Nothing is read past the size that a file has, and a file that is not what was written under
     its name is removed. Processes may share a directory, and its bound.
+
+    A page that is the beginning of one that came later is a link: another line, a digest as above,
+    and the name of the longer page.
 
     Parameters
     ----------
@@ -74,12 +82,22 @@ class PageFiles:
         self._make_room(0)
 
     def read(self, name: str) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
-        """Return a page; `None` if it is not there, or damaged."""
+        """Return a page, or a longer one that begins with it; `None` if it is gone, or damaged."""
+        return self._read(name, _MOST_LINKS)
+
+    def _read(self, name: str, links: int) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
         path = self._directory / (name + _SUFFIX)
         try:
             data = path.read_bytes()
         except OSError:
             return None
+        longer = _parse_link(data, name) if links else None
+        if longer is not None:
+            found = self._read(longer, links - 1)
+            if found is None:
+                with self._lock:
+                    self._remove(path.name)
+            return found
         page = _parse(data, name)
         if page is None:
             self.num_damaged += 1
@@ -99,16 +117,14 @@ class PageFiles:
     ) -> None:
         """Write a page, whole or not at all; a failure is logged, and the page is not kept.
 
-        `parts` are names of its beginnings, which are removed once it is there.
+        `parts` are names of its beginnings; those that are there become links to it.
         """
         path = self._directory / (name + _SUFFIX)
         body = [len(page).to_bytes(4, "little")]
         for array in (part for layer in page for part in layer):
             shape = np.array([_NUMBERS[array.dtype], *array.shape], "<i8")
             body += [shape.tobytes(), np.ascontiguousarray(array).tobytes()]
-        digest = hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES)
-        for part in body:
-            digest.update(part)
+        digest = _digest(name, *body)
         size = len(_FIRST_LINE) + _DIGEST_BYTES + sum(map(len, body))
         with self._lock, suppress(OSError):
             # Others may have read, written and removed meanwhile.
@@ -118,16 +134,26 @@ class PageFiles:
             self._make_room(size)
         try:
             with whole_file(path, None) as file:
-                file.writelines([_FIRST_LINE, digest.digest(), *body])
+                file.writelines([_FIRST_LINE, digest, *body])
         except StoreError as error:
             logger.warning("prefixes.not_written %s", error)
             return
         with self._lock:
-            self._sizes[path.name] = size
-            self.nbytes += size
+            self._add(path.name, size)
             for shorter in parts:
                 if shorter + _SUFFIX in self._sizes:
-                    self._remove(shorter + _SUFFIX)
+                    self._link(shorter, name)
+
+    def _link(self, shorter: str, longer: str) -> None:
+        self._remove(shorter + _SUFFIX)
+        data = _LINK_LINE + _digest(shorter, longer.encode()) + longer.encode()
+        with suppress(StoreError), whole_file(self._directory / (shorter + _SUFFIX), None) as file:
+            file.write(data)
+            self._add(shorter + _SUFFIX, len(data))
+
+    def _add(self, name: str, size: int) -> None:
+        self._sizes[name] = size
+        self.nbytes += size
 
     def _look(self) -> None:
         """Take in what is in the directory, oldest first; remove what a killed process left."""
@@ -157,16 +183,31 @@ class PageFiles:
             (self._directory / name).unlink()
 
 
+def _digest(name: str, *parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _parse_link(data: bytes, name: str) -> str | None:
+    """Return the name of the longer page that a link leads to; `None` if it is no link."""
+    start = len(_LINK_LINE) + _DIGEST_BYTES
+    longer = data[start:]
+    if not data.startswith(_LINK_LINE) or data[len(_LINK_LINE) : start] != _digest(name, longer):
+        return None
+    text = longer.decode("ascii", "replace")
+    return text if _NAME.fullmatch(text) else None
+
+
 def _parse(data: bytes, name: str) -> tuple[tuple[np.ndarray, np.ndarray], ...] | None:
     """Return the page of a file's bytes; `None` if they are none."""
     start = len(_FIRST_LINE) + _DIGEST_BYTES
     if not data.startswith(_FIRST_LINE) or len(data) < start + 4:
         return None
     body = memoryview(data)[start:]
-    known = hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES)
-    known.update(body)
     num_layers = int.from_bytes(body[:4], "little")
-    if known.digest() != data[len(_FIRST_LINE) : start] or num_layers > _MOST_LAYERS:
+    if _digest(name, body) != data[len(_FIRST_LINE) : start] or num_layers > _MOST_LAYERS:
         return None
     at, arrays = 4, []
     for _ in range(2 * num_layers):

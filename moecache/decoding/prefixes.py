@@ -19,7 +19,13 @@ logger = logging.getLogger(__name__)
 # Keys and values of each layer, [1, heads, positions, width], as arrays of bytes have no dtype of
 # torch's: bfloat16 is uint16 here.
 Page = tuple[tuple[np.ndarray, np.ndarray], ...]
+# Positions of a page. A prompt is cut where their multiples are.
+PAGE_TOKENS = 256
+# A page is kept, and found, up to a multiple of these positions, where rows are apart.
+PART_TOKENS = 16
 _DIGEST_BYTES = 20
+# Of a model's file, with the first of its tensors.
+_HEAD_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -168,9 +174,7 @@ class PrefixCache:
             if rest and (known := self._part_names(names, tokens[num * self.page_tokens :])):
                 name, num_kept = known.pop()
                 names.append(name)
-                # Not a view: the whole of it would stay in memory.
-                part_of = _beginning(last, num_kept)
-                new.append((name, tuple((keys.copy(), values.copy()) for keys, values in part_of)))
+                new.append((name, _copy(_beginning(last, num_kept))))
                 parts[name] = [one for one, _ in known]
         with self._lock:
             if self._closed:
@@ -239,6 +243,9 @@ class PrefixCache:
         if page is None and self._files is not None:
             page = self._files.read(name.hex())
             if page is not None:
+                if num is not None and num_positions(page) > num:
+                    # Not a view: the whole of it would stay in memory.
+                    page = _copy(_beginning(page, num))
                 with self._lock:
                     self._put(name, page, ())
                     self._forget()
@@ -280,6 +287,21 @@ class PrefixCache:
             self._files.write(name.hex(), page, [part.hex() for part in parts])
 
 
+def describe_files(store: object) -> list[list[object]]:
+    """Return what tells the files of a model's store from those of another model.
+
+    Times alone may be those of an archive, the same for two models of one shape.
+    """
+    files: list[list[object]] = []
+    for file in getattr(store, "files", ()):
+        path = Path(file.path)
+        known = path.stat()
+        with path.open("rb") as content:
+            head = hashlib.blake2b(content.read(_HEAD_BYTES)).hexdigest()
+        files.append([path.name, known.st_size, known.st_mtime_ns, head])
+    return sorted(files, key=str)
+
+
 def num_positions(page: Page) -> int:
     """Return how many positions a page has."""
     return page[0][0].shape[2] if page else 0
@@ -294,6 +316,10 @@ def _digest(name: bytes, tokens: Sequence[int]) -> bytes:
 def _beginning(page: Page, num: int) -> Page:
     """Return the first positions of a page."""
     return tuple((keys[:, :, :num], values[:, :, :num]) for keys, values in page)
+
+
+def _copy(page: Page) -> Page:
+    return tuple((keys.copy(), values.copy()) for keys, values in page)
 
 
 def _nbytes(page: Page) -> int:

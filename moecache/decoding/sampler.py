@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -217,3 +218,21 @@ def _ordered(
             break
     order = some[np.lexsort((tokens[some], -weights[some]))]
     return tokens[order], np.cumsum(weights[order])
+
+
+class Mask(Protocol):
+    """Says which tokens may come next: a grammar."""
+
+    def allowed(self) -> np.ndarray | None:
+        """Return bool [vocabulary]; `None` if all tokens may come."""
+
+    def take(self, token: int) -> None:
+        """Take the token that came."""
+
+
+def next_token(sampler: Sampler, logits: np.ndarray, mask: Mask | None = None) -> int:
+    """Return what a sampler draws of logits, float32 [vocabulary], within a mask that takes it."""
+    token = sampler.draw(logits, None if mask is None else mask.allowed())
+    if mask is not None:
+        mask.take(token)
+    return token

@@ -49,6 +49,21 @@ class Borrowed:
         """Bytes that slots have and may give back."""
         return (self._num_slots - len(self._given)) * self._slot_bytes
 
+    def free_bytes(self) -> int:
+        """Return the memory that is free beside the slots.
+
+        Those that were never filled are taken, though the system does not know it yet.
+        """
+        pool, cache = self._pool, self._cache
+        if not isinstance(pool, HostSlots):
+            return free_host_bytes()
+        unfilled = pool.nbytes * max(0, cache.capacity - cache.num_resident) // pool.num_slots
+        return max(0, free_host_bytes() - unfilled)
+
+    def room_bytes(self) -> int:
+        """Return the memory that is free, or that slots give back as `make_room` asks for it."""
+        return self.free_bytes() + self.nbytes
+
     def make_room(self, nbytes: int) -> None:
         """Give slots back until `nbytes` are free, as far as they may; or use some again.
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from moecache.decoding import streams
 from moecache.decoding.prefixes import PrefixCache
-from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.integrations.transformers import generation
-from moecache.integrations.transformers.continuing import Mask, Text, ends_of
+from moecache.integrations.transformers.continuing import Text, ends_of
 from moecache.serving.generating import Generating
 from moecache.serving.logprobs import Noted, NotingSampler
 from moecache.serving.requests import Asked

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moecache.decoding.sampler import Mask
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.answer_parts import AnswerParser
-from moecache.integrations.transformers.continuing import Mask
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of, texts_of
 from moecache.serving.grammars import Grammar

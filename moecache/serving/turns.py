@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moecache.decoding.prefixes import PrefixCache
-from moecache.integrations.transformers.prompts import bytes_per_token, room_bytes
+from moecache.integrations.transformers.prompts import bytes_per_token
 from moecache.serving.answer import Answer
 from moecache.serving.errors import RequestError
 
@@ -145,7 +145,7 @@ class Turns:
         if not self._turns:
             return True
         wanted = turn.num_tokens + sum(each.num_unwritten for each in self._turns)
-        free = room_bytes(self._model)
+        free: int = self._model.moecache.runtime.borrowed.room_bytes()
         if self._prefixes is not None:
             free -= max(0, self._prefixes.max_bytes - self._prefixes.stats().nbytes)
         return wanted * bytes_per_token(self._model) <= free

@@ -1,5 +1,6 @@
 """Vocabulary: a model's tokens as llguidance has them."""
 
+import copy
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ def vocabulary_of(tokenizer: Any, num_tokens: int, ends: Sequence[int]) -> Any:
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
+    tokenizer : PreTrainedTokenizerBase or FileTokenizer
     num_tokens : int
         Tokens that the model knows.
     ends : sequence of int
@@ -44,11 +45,13 @@ def vocabulary_of(tokenizer: Any, num_tokens: int, ends: Sequence[int]) -> Any:
             "the model has no token that ends a text, which a grammar needs; name one as "
             "eos_token_id in generation_config.json"
         )
-    if getattr(tokenizer, "is_fast", False):
-        from llguidance import hf
-
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend = copy.copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
         try:
-            return hf.from_tokenizer(tokenizer, eos_token=known)
+            return llguidance.LLTokenizer(backend.to_str(), eos_token=known)
         except ValueError as error:
             raise _unknown_kind(tokenizer, told(error)) from error
     tokens = [_bytes_of(tokenizer, token) for token in range(len(tokenizer))]

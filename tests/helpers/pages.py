@@ -162,11 +162,12 @@ def skip_fork_under_sanitizer() -> None:
     skip_under_sanitizer("has locks that are lost in a fork beside threads")
 
 
-def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_child(code: str, *arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a program that must not take this process with it; it sees `sys.argv[1:]`."""
     code = f"import sys\nsys.path.insert(0, {_PACKAGE_ROOT!r})\n{code}"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,8 +1,11 @@
 """Keys and values of one text, in memory that grows with it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moecache.decoding._program import KeyValues
+from moecache.decoding.prefixes import Page, num_positions
 
 # Positions that memory grows by, at least.
 _STEP = 256
@@ -40,6 +43,28 @@ class TextCache:
         if capacity > self._all.shape[3]:
             self._grow(capacity)
         return self._pages
+
+    def restore(self, pages: Sequence[Page]) -> None:
+        """Put the positions of pages behind those that are there.
+
+        Raises
+        ------
+        MemoryError
+            The cache is as it was.
+        """
+        self.pages(sum(map(num_positions, pages)))
+        end = self.length
+        for page in pages:
+            begin, end = end, end + num_positions(page)
+            for layer, parts in enumerate(page):
+                for place, part in enumerate(parts):
+                    self._all[layer, place, :, begin:end] = part[0]
+        self.length = end
+
+    def page(self, begin: int, end: int) -> Page:
+        """Return a copy of the positions from `begin` to `end`."""
+        found = self._all[:, :, None, :, begin:end].copy()
+        return tuple((keys, values) for keys, values in found)
 
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""

@@ -14,12 +14,13 @@ from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.gguf.recipes import FileModel
 from moecache.decoding.gguf.trunk import Trunk
 from moecache.decoding.look_ahead import LookAhead, observer
+from moecache.decoding.prefixes import Page, num_positions
 from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel
 from moecache.runtime.open import open as open_runtime
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.stores import GgufStore, open_store
-from moecache.units import format_bytes
+from moecache.units import format_bytes, parse_bytes
 
 # Tokens of a prompt that go through a layer together: its experts are read once for all of them.
 PROMPT_TOKENS = 512
@@ -74,10 +75,29 @@ class TextModel:
         """Number of tokens that have logits."""
         return int(self._recipe.head.matrix.rows)
 
-    def new_cache(self) -> TextCache:
-        """Return an empty cache, for a text."""
+    def new_cache(self, known: Sequence[Page] = (), num_tokens: int = 0) -> TextCache:
+        """Return a cache, for a text.
+
+        Parameters
+        ----------
+        known : sequence of Page, optional
+            Keys and values of the text's first tokens.
+        num_tokens : int, default 0
+            Of the whole text, as far as it is known: memory grows once.
+        """
         said = self._said
-        return TextCache(said.num_layers, said.num_kv_heads, said.width)
+        cache = TextCache(said.num_layers, said.num_kv_heads, said.width)
+        if known:
+            self.runtime.steps.check_usable()
+            with self._lock:
+                self.runtime.begin_sequence()
+                self._grow(cache, max(num_tokens, sum(map(num_positions, known))))
+                cache.restore(known)
+        return cache
+
+    def check_room(self, num_tokens: int) -> int:
+        """Return how many tokens fit behind so many; a ConfigError if none does."""
+        return self._said.check_room(num_tokens)
 
     def read(
         self,
@@ -123,11 +143,7 @@ class TextModel:
         with self._lock:
             if cache.length == 0:
                 self.runtime.begin_sequence()
-            growth = cache.growth_bytes(num)
-            if growth:
-                # Slots may have it so far.
-                self.runtime.borrowed.make_room(growth)
-                cache.pages(num)
+            self._grow(cache, num)
             program = self._program_of(min(num, PROMPT_TOKENS))
             for start in range(0, num, PROMPT_TOKENS):
                 self._compute(program, tokens, start, cache, on_read)
@@ -168,6 +184,13 @@ class TextModel:
             runtime.pool.num_slots,
             roles=runtime.layout.layers[number],
         )
+
+    def _grow(self, cache: TextCache, num_new: int) -> None:
+        growth = cache.growth_bytes(num_new)
+        if growth:
+            # Slots may have it so far.
+            self.runtime.borrowed.make_room(growth)
+            cache.pages(num_new)
 
     def _program_of(self, num_rows: int) -> Program:
         """Return a program for so many tokens; a prompt's memory is its own, and goes with it."""
@@ -247,6 +270,7 @@ def open_text_model(
     path: str | os.PathLike[str] | GgufStore,
     memory: int | str | None = None,
     *,
+    prefix_memory: int | str = 0,
     on_trunk: Callable[[FileModel, Trunk], object] = lambda *_: None,
     **options: Any,
 ) -> TextModel:
@@ -258,6 +282,8 @@ def open_text_model(
         One that is open is closed with the model, and also on an error.
     memory : int or str, optional
         For the experts' slots, as `moecache.open` takes it; the trunk comes on top.
+    prefix_memory : int or str, default 0
+        That a cache of texts' pages will take, as `continuing.open_prefixes` makes one.
     on_trunk : callable (FileModel, Trunk), optional
         Given, as the trunk's reads begin, what the file says, and the trunk, whose `progress` says
         how far it is.
@@ -293,7 +319,8 @@ def open_text_model(
         if is_forced:
             # It still guesses for the first layer.
             options["prefetch"] = "echo"
-        options.setdefault("host_bytes", said.trunk_bytes + said.prompt_bytes(PROMPT_TOKENS))
+        host_bytes = said.trunk_bytes + said.prompt_bytes(PROMPT_TOKENS)
+        options.setdefault("host_bytes", host_bytes + parse_bytes(prefix_memory))
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
         runtime = open_runtime(store, memory, makes_room=True, **options)
         trunk = Trunk(store, said.names())

@@ -120,6 +120,21 @@ class FileModel:
         widths = top_k * (hidden + 2 * expert) + 2 * heads + 4 * shared + 8 * hidden
         return 4 * num_tokens * widths
 
+    def check_room(self, num_tokens: int) -> int:
+        """Return how many tokens fit behind so many.
+
+        Raises
+        ------
+        ConfigError
+            If none does.
+        """
+        if num_tokens >= self.context:
+            raise ConfigError(
+                f"the prompt of {num_tokens} tokens leaves no room for new ones; the model takes "
+                f"{self.context}"
+            )
+        return self.context - num_tokens
+
     def names(self) -> list[str]:
         """Return the names of the trunk's tensors, in the order of the file."""
         return [name for name in self._store.tensor_shapes if not _EXPERTS.fullmatch(name)]

@@ -32,22 +32,28 @@ class FileTokenizer:
 
     Parameters
     ----------
-    tokenizer : tokenizers.Tokenizer
+    backend_tokenizer : tokenizers.Tokenizer
     special : mapping of str to str
         Tokens by what they are for: "bos", "eos", "unk", "pad", "mask".
     template : str, mapping of str to str, or None
         Of chats; several by their names.
     """
 
-    tokenizer: Tokenizer
+    backend_tokenizer: Tokenizer
     special: Mapping[str, str]
     template: str | dict[str, str] | None
 
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return int(self.backend_tokenizer.get_vocab_size())
+
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, with those that it begins with; it goes on behind them."""
-        ids: list[int] = self.tokenizer.encode(text).ids
+        ids: list[int] = self.backend_tokenizer.encode(text).ids
         eos = self.special.get("eos")
-        is_closed = bool(ids) and eos is not None and ids[-1] == self.tokenizer.token_to_id(eos)
+        is_closed = (
+            bool(ids) and eos is not None and ids[-1] == self.backend_tokenizer.token_to_id(eos)
+        )
         return ids[:-1] if is_closed else ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -59,12 +65,12 @@ class FileTokenizer:
             As `chat.render`.
         """
         text = render(self.template, messages, self.special)
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool, **_: object) -> str:
         """Return the text of tokens, as transformers' tokenizers do."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
 

@@ -1,7 +1,7 @@
 """Continuing a text: the loop of a token after the other, and how each is drawn."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import LogitsProcessor
 
 from moecache.decoding.prefixes import PrefixCache
-from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.sampler import Mask, Sampler, Sampling, next_token
 from moecache.decoding.streams import TokenTimes
 from moecache.integrations.transformers._device_tokens import DeviceTokens
 from moecache.integrations.transformers.prompts import SPAN_PAGES, Span
@@ -27,16 +27,6 @@ _OTHERS = (
     *("transformers_version", "compile_config", "disable_compile", "early_stopping"),
     *("decoder_start_token_id", "length_penalty", "prompt_lookup_num_tokens"),
 )
-
-
-class Mask(Protocol):
-    """Says which tokens may come next: a grammar."""
-
-    def allowed(self) -> np.ndarray | None:
-        """Return bool [vocabulary]; `None` if all tokens may come."""
-
-    def take(self, token: int) -> None:
-        """Take the token that came."""
 
 
 def sampling_of(model: Any, seed: int = 0, **given: Any) -> Sampling:
@@ -136,7 +126,7 @@ def continue_text(
     if tokens is not None:
 
         def take(logits: np.ndarray) -> int | None:
-            token = _draw(sampler, logits, mask)
+            token = next_token(sampler, logits, mask)
             taken.append(token)
             streamer.put(torch.tensor([[token]]))
             is_over = token in ends or len(taken) >= max_new_tokens
@@ -331,17 +321,10 @@ class Text:
         Stopped
             If the streamer wants no more.
         """
-        self.token = _draw(self._sampler, logits, self._mask)
+        self.token = next_token(self._sampler, logits, self._mask)
         self._num_left -= 1
         self.is_over = self.token in self._ends or self._num_left < 1
         self.streamer.put(torch.tensor([[self.token]]))
-
-
-def _draw(sampler: Sampler, logits: np.ndarray, mask: Mask | None) -> int:
-    token = sampler.draw(logits, None if mask is None else mask.allowed())
-    if mask is not None:
-        mask.take(token)
-    return token
 
 
 class _Drawn(LogitsProcessor):
@@ -352,7 +335,7 @@ class _Drawn(LogitsProcessor):
 
     def __call__(self, _: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of which one is finite."""
-        token = _draw(self._sampler, scores[0].float().cpu().numpy(), self._mask)
+        token = next_token(self._sampler, scores[0].float().cpu().numpy(), self._mask)
         left = torch.full_like(scores, -torch.inf)
         left[0, token] = 0
         return left

@@ -14,7 +14,7 @@ import transformers
 
 from moecache.decoding.gguf.chat import no_template, template_failed
 from moecache.decoding.prefixes import PrefixCache
-from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, StoreError
 from moecache.integrations.hub import look_up
@@ -22,7 +22,6 @@ from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._damage import Damage, check_sizes
 from moecache.integrations.transformers._following import announced
 from moecache.integrations.transformers.continuing import (
-    Mask,
     continue_text,
     ends_of,
     sampling_of,

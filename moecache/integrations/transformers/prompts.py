@@ -14,18 +14,14 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from moecache.decoding.prefixes import Page
+from moecache.decoding.prefixes import PAGE_TOKENS, Page
 from moecache.integrations.transformers import _spans
 from moecache.integrations.transformers._cache_layers import GrowingLayer, SlidingLayer, adopt
 from moecache.integrations.transformers._forward import SpanExperts
 from moecache.sizing.headroom import kv_bytes_per_token
-from moecache.sizing.host_memory import free_host_bytes
-from moecache.slots import HostSlots
 
 # Positions of Qwen3-Omni depend on what it was asked before; the other one sees what comes after.
 _NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
-# Positions of a page. A prompt is cut where their multiples are.
-PAGE_TOKENS = 256
 # Pages that go through a layer together, at most: their experts are read once.
 SPAN_PAGES = 8
 # Memory of the rows of a span, one for each token and each of its experts, in float32: no more than
@@ -38,8 +34,6 @@ _FREE_PART = 6
 _PLANNED_PAGES = 4
 # So few tokens of a page behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
-# A page is kept, and found, up to a multiple of these positions, where rows are apart.
-PART_TOKENS = 16
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
 
 
@@ -84,24 +78,6 @@ def _page_bytes(model: Any, top_k: int) -> int:
     return PAGE_TOKENS * max(1, top_k) * width * 4
 
 
-def free_bytes(model: Any) -> int:
-    """Return the memory that is free beside a model's slots.
-
-    Those that were never filled are taken, though the system does not know it yet.
-    """
-    runtime = model.moecache.runtime
-    pool, cache = runtime.pool, runtime.cache
-    if not isinstance(pool, HostSlots):
-        return free_host_bytes()
-    unfilled = pool.nbytes * max(0, cache.capacity - cache.num_resident) // pool.num_slots
-    return max(0, free_host_bytes() - unfilled)
-
-
-def room_bytes(model: Any) -> int:
-    """Return the memory that is free, or that slots give back as `make_room` asks for it."""
-    return free_bytes(model) + int(model.moecache.runtime.borrowed.nbytes)
-
-
 def make_room(model: Any, num_tokens: int) -> None:
     """Have slots give back what keys and values of new tokens take, as far as it was borrowed."""
     offload = getattr(model, "moecache", None)
@@ -127,7 +103,8 @@ def span_pages(model: Any) -> int:
     page = 0 if offload is None else _page_bytes(model, offload.runtime.layout.top_k)
     if not page:
         return SPAN_PAGES
-    most = min(_SPAN_BYTES, free_bytes(model) // _FREE_PART)
+    free: int = model.moecache.runtime.borrowed.free_bytes()
+    most = min(_SPAN_BYTES, free // _FREE_PART)
     return max(1, min(SPAN_PAGES, most // page))
 
 

@@ -14,11 +14,16 @@ import transformers
 from transformers.cache_utils import DynamicCache
 
 import moecache
-from moecache.decoding.prefixes import Page, PrefixCache, num_positions
-from moecache.integrations.transformers._cache_layers import growth
-from moecache.integrations.transformers.prompts import (
+from moecache.decoding.prefixes import (
     PAGE_TOKENS,
     PART_TOKENS,
+    Page,
+    PrefixCache,
+    describe_files,
+    num_positions,
+)
+from moecache.integrations.transformers._cache_layers import growth
+from moecache.integrations.transformers.prompts import (
     Span,
     are_rows_apart,
     bytes_per_token,
@@ -30,9 +35,6 @@ from moecache.integrations.transformers.prompts import (
     span_pages,
 )
 from moecache.kernels import level
-
-# Of a file, with the first of its tensors.
-_HEAD_BYTES = 2**20
 
 
 class PromptReader:
@@ -227,14 +229,6 @@ def open_prefixes(
 
 def _identity(model: Any) -> bytes:
     """Return all that a page's bits depend on beside its tokens."""
-    store = model.moecache.runtime.store
-    files = []
-    for file in getattr(store, "files", ()):
-        # Times may be those of an archive, the same for two models of one shape.
-        known = Path(file.path).stat()
-        with open(file.path, "rb") as content:
-            head = hashlib.blake2b(content.read(_HEAD_BYTES)).hexdigest()
-        files.append([Path(file.path).name, known.st_size, known.st_mtime_ns, head])
     config = model.config.to_dict()
     config.pop("_name_or_path", None)
     facts = {
@@ -242,7 +236,7 @@ def _identity(model: Any) -> bytes:
         "class": type(model).__name__,
         "dtype": str(model.dtype),
         "compute": model.moecache.compute,
-        "files": sorted(files),
+        "files": describe_files(model.moecache.runtime.store),
         "versions": [moecache.__version__, transformers.__version__, torch.__version__],
         # torch's products depend on these.
         "machine": [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), level()],

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from moecache.decoding._program import MAX_ROWS
+from moecache.decoding.prefixes import PAGE_TOKENS
 from moecache.decoding.streams import Stopped
 from moecache.integrations.transformers.continuing import Text
 from moecache.integrations.transformers.generation import blamed, check_between_layers
 from moecache.integrations.transformers.prompts import (
     FEW_TOKENS,
-    PAGE_TOKENS,
     SPAN_PAGES,
     Span,
     read_spans,

@@ -25,7 +25,7 @@ def find_tokenizer(metadata: Mapping[str, Any]) -> transformers.PreTrainedTokeni
     said = read_tokenizer(metadata)
     make: Any = transformers.PreTrainedTokenizerFast
     made = make(
-        tokenizer_object=_Given(said.tokenizer),
+        tokenizer_object=_Given(said.backend_tokenizer),
         clean_up_tokenization_spaces=False,
         **{f"{name}_token": token for name, token in said.special.items()},
     )

@@ -8,7 +8,6 @@ import argparse
 import functools
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,8 +180,8 @@ def file_texts(
 ) -> Iterator[FileTexts]:
     """Yield the texts of a GGUF file's model, and close it at the end.
 
-    The tokenizer is made while the experts are opened and the trunk is read; `on_tokenizer` is
-    called before the trunk is waited for.
+    The tokenizer is made while the trunk is read; `on_tokenizer` is called before the trunk is
+    waited for.
     """
     # Needs tokenizers, which are no part of a base install.
     from moecache.decoding.gguf.tokenizer import read_tokenizer
@@ -190,27 +189,27 @@ def file_texts(
     rank_options(arguments)  # there are no ranks: it refuses what is for them
     loading = line.loading
     loading.enter("opening the experts")
-    with ThreadPoolExecutor(1, "moecache-tokenizer") as pool:
-        found = pool.submit(read_tokenizer, store.metadata)
 
-        def on_trunk(said: FileModel, trunk: Trunk) -> None:
-            loading.enter("reading the trunk", trunk.progress)
-            encoders.append(FileEncoder(found.result(), said))
-            on_tokenizer(encoders[0])
+    def on_trunk(said: FileModel, trunk: Trunk) -> None:
+        loading.enter("reading the trunk", trunk.progress)
+        # By this thread, which would wait: beside it, files of cgroups took .4 s to read, as each
+        # of them lets go of the interpreter's lock.
+        encoders.append(FileEncoder(read_tokenizer(store.metadata), said))
+        on_tokenizer(encoders[0])
 
-        encoders: list[FileEncoder] = []
-        model = open_text_model(
-            store,
-            arguments.memory,
-            policy=arguments.policy,
-            scope=arguments.scope,
-            prefetch=arguments.prefetch,
-            read=arguments.read,
-            profile=arguments.profile,
-            on_trunk=on_trunk,
-            prefix_memory=arguments.prefix_memory or 0,
-            progress=functools.partial(loading.note, "reading experts ahead"),
-        )
+    encoders: list[FileEncoder] = []
+    model = open_text_model(
+        store,
+        arguments.memory,
+        policy=arguments.policy,
+        scope=arguments.scope,
+        prefetch=arguments.prefetch,
+        read=arguments.read,
+        profile=arguments.profile,
+        on_trunk=on_trunk,
+        prefix_memory=arguments.prefix_memory or 0,
+        progress=functools.partial(loading.note, "reading experts ahead"),
+    )
     with model:
         collector.go_on()
         line.stop()

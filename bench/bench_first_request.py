@@ -7,7 +7,8 @@ A random model of 2.25 GiB of experts, a prompt of 16 tokens and the first 32 to
 the NumPy host loop of examples/. Experts come from the mapped file (as hosts that map their weights
 have them) or through a runtime with half of them in memory. Before each run a request without
 experts warms everything else, and the page cache is dropped, which is verified; "warm" then runs
-the request once before. "foreground" sweeps before the request, "background" while it goes on.
+the request once before. Free memory is the guest's own: another process has touched it a moment
+before. "foreground" sweeps before the request, "background" while it goes on.
 Runs take turns, in another order each round; what is compared is compared within a round, and the
 medians of that are shown. All runs give the same tokens, or no figure is shown. With --read-ahead
 the model is on a loop device that has it (root).
@@ -30,6 +31,7 @@ import pytest
 import moecache
 from bench.checkpoint import Size, write_checkpoint
 from bench.disks import describe_read_ahead, disk_with
+from bench.held_memory import back
 from bench.machine import describe_machine
 from examples import numpy_loop
 from moecache import experts, prefault
@@ -163,6 +165,8 @@ def measure(checkpoint: Path, how: str, name: str) -> Request:
         # Everything but the experts is warm in all runs: trunk, KV cache, BLAS.
         ask(trunk, lambda _layer, hidden, *_: np.zeros_like(hidden))
         assert prefault.evict(store.regions()) < max(2**20, store.layout.total_bytes / 1000)
+        # Pages of the file, and slots, twice over.
+        back(3 * store.layout.total_bytes)
         if name == "warm":
             with opened(store, how, "off") as routed:
                 ask(trunk, routed)

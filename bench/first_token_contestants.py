@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
-from bench.held_memory import HeldMemory
+from bench.held_memory import back
 from bench.limits import MemoryLimit
 from bench.page_cache import ModelPages
 from bench.prompt_text import PromptText, prompt_text
@@ -23,10 +21,8 @@ from bench.timed_process import TimedProcess, time_process
 
 ROOT = Path(__file__).parents[1]
 OURS, PROFILE, LLAMA = "moecache", "moecache, profile", "llama.cpp"
-# What a process takes beside a model, and what the machine keeps where memory is held.
+# What a process takes beside a model.
 _OTHERS_BYTES = 2 * 2**30
-_SPARE_BYTES = 2**30
-_LEAST_BYTES = 2**21
 # What the installed script `moecache` does, which knows one checkout alone.
 _SCRIPT = (
     "import sys; sys.argv[0] = 'moecache'; from moecache.__main__ import main; sys.exit(main())"
@@ -112,11 +108,9 @@ def _prepare(kind: Kind, pages: ModelPages, pause_s: float) -> None:
     if not kind.is_backed:
         time.sleep(pause_s)
         return
-    free = psutil.virtual_memory().available - _SPARE_BYTES - kind.is_warm * pages.nbytes
-    needed = kind.limit or pages.nbytes + _OTHERS_BYTES
-    with HeldMemory(max(_LEAST_BYTES, min(needed, free))):
-        if kind.is_warm:
-            pages.check_present()
+    back(kind.limit or pages.nbytes + _OTHERS_BYTES, kind.is_warm * pages.nbytes)
+    if kind.is_warm:
+        pages.check_present()
 
 
 def find_contestants(

@@ -5,6 +5,8 @@ import sys
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from moecache.units import format_bytes
 
 # A process of its own: what it has is free the moment it is killed, and belongs to no limit.
@@ -16,6 +18,12 @@ memory.madvise(23)  # MADV_POPULATE_WRITE, which `mmap` has no name for
 print("held", flush=True)
 time.sleep(3600)
 """
+
+
+# What the machine keeps where memory is held.
+_SPARE_BYTES = 2**30
+# A huge page.
+_LEAST_BYTES = 2**21
 
 
 class HeldMemory:
@@ -66,3 +74,18 @@ class HeldMemory:
     ) -> None:
         """Give it back."""
         self.free()
+
+
+def back(nbytes: int, kept_bytes: int = 0) -> None:
+    """Have free memory be the guest's own for some 2 s.
+
+    Parameters
+    ----------
+    nbytes : int
+        So much, as far as there is so much.
+    kept_bytes : int, default 0
+        Of what is available, that others are to keep: pages of files.
+    """
+    free = psutil.virtual_memory().available - kept_bytes - _SPARE_BYTES
+    with HeldMemory(max(_LEAST_BYTES, min(nbytes, free))):
+        pass

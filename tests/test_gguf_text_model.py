@@ -1,12 +1,10 @@
 """TextModel: a GGUF file's model without torch, beside transformers' own."""
 
 import contextlib
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,10 @@ from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.stores import open_store
 from tests.helpers.gguf_members import MODELS
-from tests.helpers.gguf_models import Tensors, build_from, read_gguf, write_gguf
+from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
+from tests.helpers.gguf_texts import QUANTIZED, parts_of
 from tests.helpers.gguf_tokenizers import byte_level
-from tests.helpers.pages import num_descriptors, run_child
+from tests.helpers.pages import num_descriptors
 
 pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
@@ -37,15 +36,6 @@ pytestmark = [
 
 FAMILIES = ["olmoe", "qwen2moe", "qwen3moe"]
 IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
-QUANTIZED = {"_exps": "Q4_0", "attn_": "Q8_0", "output.": "Q8_0", "token_embd": "Q8_0"}
-
-
-def parts_of(name: str, **settings: Any) -> tuple[Any, dict[str, Any], Tensors]:
-    """Return a small model of transformers, float32, and what its file has."""
-    known = MODELS[name]
-    known = replace(known, settings={**known.settings, **settings})
-    model = known.build()
-    return model, known.metadata(model.config), known.tensors(model)
 
 
 @pytest.fixture(name="file", scope="module")
@@ -325,104 +315,6 @@ def test_a_directory_runs_with_torch(qwen3_moe: Path) -> None:
         open_text_model(qwen3_moe)
 
 
-@pytest.fixture(name="text_file", scope="module")
-def _text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a quantized file with a tokenizer."""
-    said = byte_level("qwen2", num_tokens=300)
-    said["tokenizer.chat_template"] = "{{ messages[0].content }}, world"
-    num = len(said["tokenizer.ggml.tokens"])
-    _, metadata, tensors = parts_of(
-        "qwen3moe", hidden_size=64, moe_intermediate_size=32, vocab_size=num
-    )
-    path = tmp_path_factory.mktemp("text") / "model.gguf"
-    write_gguf(path, {**metadata, **said}, tensors, QUANTIZED)
-    return path
-
-
-TEMPLATES = [
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}\n{% endfor %}",
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ eos_token }}",
-    "{%- if tools %}T{%- endif %}\n  {% generation %}{{ messages | tojson }}{% endgeneration %}\n.",
-    (
-        "{%- set ns = namespace(n=0) %}{% for m in 'abc' %}{%- set ns.n = ns.n + 1 %}\n"
-        "{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}{{ ns.n }}"
-    ),
-    "{{ strftime_now('%Y') }}{{ messages[0].content.split('o')[-1] }}{{ nothing is defined }}",
-]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_chats_are_those_of_transformers(template: str) -> None:
-    """The same tokens, special ones among them."""
-    from moecache.decoding.gguf.tokenizer import read_tokenizer
-    from moecache.integrations.transformers.gguf import find_tokenizer
-
-    said = {**byte_level("qwen2", num_tokens=300), "tokenizer.chat_template": template}
-    said["tokenizer.ggml.eos_token_id"] = said["tokenizer.ggml.tokens"].index("<|im_end|>")
-    messages = [{"role": "user", "content": " hello to <you>, \u00e9\n"}]
-    theirs = find_tokenizer(said).apply_chat_template(messages, add_generation_prompt=True)
-    assert read_tokenizer(said).encode_chat(messages) == theirs["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("template", "error"),
-    [
-        (None, "has no chat template"),
-        ({"tool_use": "x"}, "has no chat template"),
-        ("{{ raise_exception('no users') }}", "template failed: no users;"),
-        ("{% if %}", "template failed: "),
-        ("{{ messages.append(1) }}", "template failed: "),
-        ("{{ ''.__class__.__mro__ }}", "template failed: "),
-    ],
-)
-def test_templates_that_fail_are_told(template: Any, error: str) -> None:
-    """One line, with what to do instead; nothing outside can be reached."""
-    from moecache.decoding.gguf.chat import render
-
-    with pytest.raises(ConfigError, match=error):
-        render(template, [{"role": "user", "content": "hello"}], {})
-
-
-RUN = """
-import sys
-from moecache.cli import main
-code = main(sys.argv[1:])
-sys.stdout.flush()
-print("torch" in sys.modules, "transformers" in sys.modules, file=sys.stderr)
-sys.exit(code)
-"""
-
-
-def test_generate_writes_a_text_without_torch(text_file: Path) -> None:
-    """The model's own text; the summary and the exit code are those of torch's way."""
-    from moecache.decoding.gguf.tokenizer import read_tokenizer
-
-    with open_text_model(text_file, "50%") as model:
-        tokenizer = read_tokenizer(model.runtime.store.metadata)
-        out, _ = text_after(model, tokenizer.encode("hello, world"), 8)
-    options = ["--memory", "50%", "--max-new-tokens", "8"]
-    done = run_child(RUN, "generate", text_file, "hello, world", *options)
-    assert done.returncode == 0, done.stderr
-    chat = run_child(RUN, "generate", text_file, "hello", "--chat", *options)
-    assert chat.stdout == done.stdout
-    assert done.stdout.rstrip("\n") == tokenizer.decode(out, skip_special_tokens=True)
-    assert "8 tokens, " in done.stderr
-    assert done.stderr.splitlines()[-1] == "False False"
-
-
-def test_generate_draws_as_torchs_way_does(text_file: Path) -> None:
-    """A seed has the same draws; a trace is recorded."""
-    options = ["--memory", "50%", "--max-new-tokens", "8", "--temperature", "0.7", "--stats"]
-    trace = text_file.with_suffix(".npz")
-    first, again, other = (
-        run_child(RUN, "generate", text_file, "hello", *options, "--seed", seed, *more)
-        for seed, more in (("3", ["--record-trace", trace]), ("3", []), ("4", []))
-    )
-    assert first.returncode == again.returncode == other.returncode == 0, first.stderr
-    assert first.stdout == again.stdout != other.stdout
-    assert trace.stat().st_size
-
-
 def run_text(
     model: TextModel, prompt: list[int], num: int, prefixes: PrefixCache | None = None
 ) -> tuple[list[int], int]:
@@ -494,69 +386,45 @@ def test_a_files_own_pages_are_found_by_another_process(
     assert found == [(wanted, 0), (wanted, 32), (wanted, 0)]
 
 
-def test_chat_talks_without_torch(text_file: Path, tmp_path: Path) -> None:
-    """Each reply is that of `generate` after the same conversation, which is read once."""
-    options = ["--memory", "50%", "--max-new-tokens", "24", "--prefix-cache", tmp_path / "pages"]
-    question = "hello " * 20
-    done = run_child(RUN, "chat", text_file, *options, stdin=f"{question}\n/stats\nworld\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "False False"
-    assert "tokens are one call each, without torch" in done.stderr
-    first = run_child(RUN, "generate", text_file, question.strip(), "--chat", *options[:4])
-    # The template looks at the first question alone.
-    assert done.stdout == first.stdout * 2
-    again = run_child(RUN, "chat", text_file, *options, stdin=question)
-    assert again.stdout == first.stdout
-    assert [out.stderr.count("tokens known)") for out in (done, again)] == [1, 1]
+TEMPLATES = [
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}\n{% endfor %}",
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ eos_token }}",
+    "{%- if tools %}T{%- endif %}\n  {% generation %}{{ messages | tojson }}{% endgeneration %}\n.",
+    (
+        "{%- set ns = namespace(n=0) %}{% for m in 'abc' %}{%- set ns.n = ns.n + 1 %}\n"
+        "{% if ns.n > 1 %}{% break %}{% endif %}{% endfor %}{{ ns.n }}"
+    ),
+    "{{ strftime_now('%Y') }}{{ messages[0].content.split('o')[-1] }}{{ nothing is defined }}",
+]
 
 
-def test_a_grammar_is_kept_to_without_torch(text_file: Path) -> None:
-    """By llguidance, of the file's own tokens."""
-    pytest.importorskip("llguidance")
-    schema = '{"type": "array", "items": {"enum": [10, 20]}, "minItems": 3, "maxItems": 3}'
-    options = ["--memory", "50%", "--json-schema", schema, "--max-new-tokens", "60"]
-    done = run_child(RUN, "generate", text_file, "hello", *options)
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)) == 3
-    assert done.stderr.splitlines()[-1] == "False False"
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chats_are_those_of_transformers(template: str) -> None:
+    """The same tokens, special ones among them."""
+    from moecache.decoding.gguf.tokenizer import read_tokenizer
+    from moecache.integrations.transformers.gguf import find_tokenizer
 
-
-@pytest.mark.parametrize(
-    "options", [["--compute", "torch"], ["--dtype", "float32"], ["--device", "cuda"]], ids=str
-)
-def test_options_of_torchs_way_take_it(text_file: Path, options: list[str]) -> None:
-    """Where a file alone does not say how."""
-    from moecache.commands import without_torch
-
-    with open_store(text_file) as store:
-        arguments = _arguments(text_file, *options)
-        assert without_torch.why_torch(arguments, store, is_chat=False).startswith(
-            f"{options[0]} is"
-        )
-        assert without_torch.why_torch(_arguments(text_file), store, is_chat=True) == ""
-    why = without_torch.why_torch(_arguments(text_file), "a/name", is_chat=False)
-    assert why == "it is no GGUF file"
-
-
-def _arguments(file: Path, *options: str) -> Any:
-    from moecache.cli import _parser
-
-    return _parser().parse_args(["generate", os.fspath(file), "hello", *options])
+    said = {**byte_level("qwen2", num_tokens=300), "tokenizer.chat_template": template}
+    said["tokenizer.ggml.eos_token_id"] = said["tokenizer.ggml.tokens"].index("<|im_end|>")
+    messages = [{"role": "user", "content": " hello to <you>, \u00e9\n"}]
+    theirs = find_tokenizer(said).apply_chat_template(messages, add_generation_prompt=True)
+    assert read_tokenizer(said).encode_chat(messages) == theirs["input_ids"]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "error"), [("", "the prompt is empty"), ("x " * 4000, "leaves no room for new ones")]
+    ("template", "error"),
+    [
+        (None, "has no chat template"),
+        ({"tool_use": "x"}, "has no chat template"),
+        ("{{ raise_exception('no users') }}", "template failed: no users;"),
+        ("{% if %}", "template failed: "),
+        ("{{ messages.append(1) }}", "template failed: "),
+        ("{{ ''.__class__.__mro__ }}", "template failed: "),
+    ],
 )
-def test_prompts_that_cannot_be_continued(text_file: Path, prompt: str, error: str) -> None:
-    """The same errors and exit code as with torch."""
-    done = run_child(RUN, "generate", text_file, prompt, "--memory", "50%")
-    assert done.returncode == 2
-    assert error in done.stderr
-    assert "Traceback" not in done.stderr
+def test_templates_that_fail_are_told(template: Any, error: str) -> None:
+    """One line, with what to do instead; nothing outside can be reached."""
+    from moecache.decoding.gguf.chat import render
 
-
-def test_options_for_ranks_are_refused_without_them(text_file: Path) -> None:
-    """As with torch."""
-    done = run_child(RUN, "generate", text_file, "hello", "--rank-timeout", "3")
-    assert done.returncode == 2
-    assert "--rank-timeout is for several processes" in done.stderr
+    with pytest.raises(ConfigError, match=error):
+        render(template, [{"role": "user", "content": "hello"}], {})

@@ -304,7 +304,7 @@ def open_text_model(
     ConfigError
         If an option cannot be used.
     StoreError
-        If the file cannot be read.
+        If the file cannot be read, or is another one at the end.
     """
     given = sorted(_OWN & options.keys())
     if given:
@@ -327,6 +327,8 @@ def open_text_model(
         on_trunk(said, trunk)
         model = TextModel(said, runtime, trunk, looks_ahead=is_forced)
         trunk.close()
+        # A trunk and experts of two versions would be no model.
+        store.check_current()
     except BaseException:
         # Its threads read from the store.
         if trunk is not None:

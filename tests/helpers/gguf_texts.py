@@ -1,0 +1,31 @@
+"""GGUF files whose text is computed without torch."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import Tensors, write_gguf
+from tests.helpers.gguf_tokenizers import byte_level
+
+QUANTIZED = {"_exps": "Q4_0", "attn_": "Q8_0", "output.": "Q8_0", "token_embd": "Q8_0"}
+
+
+def parts_of(name: str, **settings: Any) -> tuple[Any, dict[str, Any], Tensors]:
+    """Return a small model of transformers, float32, and what its file has."""
+    known = MODELS[name]
+    known = replace(known, settings={**known.settings, **settings})
+    model = known.build()
+    return model, known.metadata(model.config), known.tensors(model)
+
+
+def write_text_file(path: Path) -> Path:
+    """Write a quantized file with a tokenizer, whose template looks at the first question alone."""
+    said = byte_level("qwen2", num_tokens=300)
+    said["tokenizer.chat_template"] = "{{ messages[0].content }}, world"
+    num = len(said["tokenizer.ggml.tokens"])
+    _, metadata, tensors = parts_of(
+        "qwen3moe", hidden_size=64, moe_intermediate_size=32, vocab_size=num
+    )
+    write_gguf(path, {**metadata, **said}, tensors, QUANTIZED)
+    return path

@@ -44,15 +44,16 @@ def add_parser(commands: Any) -> None:
         "serve",
         help="serve a model to chat clients, and show its experts on a page",
         description="Serve a mixture-of-experts model by OpenAI's protocol (/v1/chat/completions, "
-        "/v1/completions, /v1/models) to any client of it, with metrics at /metrics and a page at "
-        "/ that shows what becomes of each expert. Answers keep to a JSON schema or a grammar that "
-        "a request names; /tokenize, /props and /slots are llama-server's. Up to --parallel "
-        "requests are answered at a time, others wait. Answers are those of `moecache generate` "
-        "with the same seed. It listens at once: while the model is loaded, /health says how far "
-        "that is, and requests get status 503, or wait if they say `Prefer: wait=SECONDS`. SIGTERM "
-        "and Ctrl-C finish the running answers first. Under torchrun the experts are spread over "
-        "its processes: rank 0 serves, and the metrics of rank 1 are at the next port of "
-        "127.0.0.1. Needs pip install 'moecache[serve]'.",
+        "/v1/completions, /v1/models) to any client of it, with metrics at /metrics and a page "
+        "at / that shows what becomes of each expert. Answers keep to a JSON schema or a grammar"
+        " that a request names; /tokenize, /props and /slots are llama-server's. Up to "
+        "--parallel requests are answered at a time, others wait. Answers are those of `moecache"
+        " generate` with the same seed, where that needs torch, too. It listens at once: while "
+        "the model is loaded, /health says how far that is, and requests get status 503, or wait"
+        " if they say `Prefer: wait=SECONDS`. SIGTERM and Ctrl-C finish the running answers "
+        "first. Under torchrun the experts are spread over its processes: rank 0 serves, and the"
+        " metrics of rank 1 are at the next port of 127.0.0.1. Needs pip install "
+        "'moecache[serve]'.",
         epilog="examples: moecache serve ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache serve -hf unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M | "
         "moecache serve ./OLMoE-1B-7B --port 9000 --host 0.0.0.0 --api-key SECRET",

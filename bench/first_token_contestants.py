@@ -110,7 +110,8 @@ def _prepare(kind: Kind, pages: ModelPages, pause_s: float) -> None:
         return
     back(kind.limit or pages.nbytes + _OTHERS_BYTES, kind.is_warm * pages.nbytes)
     if kind.is_warm:
-        pages.check_present()
+        # That may have taken some of them.
+        pages.bring_in()
 
 
 def find_contestants(

@@ -11,6 +11,8 @@ from moecache.units import format_bytes
 # Pages that another process has in its hands for a moment, of a large file.
 _SMALL_SHARE = 1 / 1000
 _PIECE_BYTES = 2**24
+# The system takes some pages for huge ones, of any file.
+_TRIES = 3
 
 
 class PageCacheError(RuntimeError):
@@ -47,20 +49,21 @@ class ModelPages:
         They count as this process's, not as a limit's that is used later.
         """
         buffer = bytearray(_PIECE_BYTES)
-        for file in self._files:
-            with file.open("rb", buffering=0) as stream:
-                while stream.readinto(buffer):
-                    pass
-        self.check_present()
+        for _ in range(_TRIES):
+            for file in self._files:
+                with file.open("rb", buffering=0) as stream:
+                    while stream.readinto(buffer):
+                        pass
+            if self._share() >= 1 - _SMALL_SHARE:
+                return
+        raise PageCacheError(
+            f"{self._path}: {self._share():.1%} of {format_bytes(self.nbytes)} are in the page "
+            "cache after all was read: it does not fit; leave --warm away"
+        )
 
-    def check_present(self) -> None:
-        """Raise PageCacheError unless they are in the page cache."""
+    def _share(self) -> float:
         found = sum(one.resident_bytes for one in prefault.residency(self._mapped()))
-        if found < self.nbytes * (1 - _SMALL_SHARE):
-            raise PageCacheError(
-                f"{self._path}: {format_bytes(found)} of {format_bytes(self.nbytes)} are in the "
-                "page cache after all was read: it does not fit; leave --warm away"
-            )
+        return found / self.nbytes
 
     def _mapped(self) -> list[np.memmap]:
         return [np.memmap(file, mode="r") for file in self._files]

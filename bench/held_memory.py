@@ -5,10 +5,13 @@ import sys
 from types import TracebackType
 from typing import Self
 
-import psutil
-
+from moecache.sizing.host_memory import free_host_bytes
 from moecache.units import format_bytes
 
+# What the machine keeps where memory is held.
+_SPARE_BYTES = 2**30
+# A huge page.
+_LEAST_BYTES = 2**21
 # A process of its own: what it has is free the moment it is killed, and belongs to no limit.
 _PROGRAM = """
 import mmap, sys, time
@@ -18,12 +21,6 @@ memory.madvise(23)  # MADV_POPULATE_WRITE, which `mmap` has no name for
 print("held", flush=True)
 time.sleep(3600)
 """
-
-
-# What the machine keeps where memory is held.
-_SPARE_BYTES = 2**30
-# A huge page.
-_LEAST_BYTES = 2**21
 
 
 class HeldMemory:
@@ -86,6 +83,6 @@ def back(nbytes: int, kept_bytes: int = 0) -> None:
     kept_bytes : int, default 0
         Of what is available, that others are to keep: pages of files.
     """
-    free = psutil.virtual_memory().available - kept_bytes - _SPARE_BYTES
+    free = free_host_bytes() - kept_bytes - _SPARE_BYTES
     with HeldMemory(max(_LEAST_BYTES, min(nbytes, free))):
         pass

@@ -10,11 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moecache import cli
+from moecache.commands.conversation import read_conversation
 from moecache.decoding.gguf import continuing, model, tokenizer, trunk
 from moecache.decoding.gguf.model import TextModel, open_text_model
+from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.sampler import Sampler, Sampling
+from moecache.decoding.streams import TextStream
 from moecache.stores import open_store
 from tests.helpers.gguf_texts import write_text_file
 from tests.helpers.leaks import nothing_left
@@ -81,18 +86,28 @@ def test_generate_draws_as_torchs_way_does(text_file: Path) -> None:
 
 
 def test_chat_talks_without_torch(text_file: Path, tmp_path: Path) -> None:
-    """Each reply is that of `generate` after the same conversation, which is read once."""
-    options = ["--memory", "50%", "--max-new-tokens", "24", "--prefix-cache", tmp_path / "pages"]
-    question = "hello " * 20
-    done = run_child(RUN, "chat", text_file, *options, stdin=f"{question}\n/stats\nworld\n")
+    """Each reply is what the model says after all messages; what was read is not read again."""
+    talk = tmp_path / "talk.json"
+    options = ["--memory", "50%", "--max-new-tokens", "24", "--temperature", "0.8"]
+    kept = ["--prefix-cache", tmp_path / "pages", "--resume", talk]
+    lines = f"{'hello ' * 20}\n/stats\nworld\n"
+    done = run_child(RUN, "chat", text_file, *options, *kept, stdin=lines)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "False False"
     assert "tokens are one call each, without torch" in done.stderr
-    first = run_child(RUN, "generate", text_file, question.strip(), "--chat", *options[:4])
-    # The template looks at the first question alone.
-    assert done.stdout == first.stdout * 2
-    again = run_child(RUN, "chat", text_file, *options, stdin=question)
-    assert again.stdout == first.stdout
+    messages = read_conversation(talk)
+    assert messages is not None
+    assert [one["role"] for one in messages] == ["user", "assistant", "user", "assistant"]
+    with open_text_model(text_file, "25%") as model:
+        said = tokenizer.read_tokenizer(model.runtime.store.metadata)
+        for end in (1, 3):
+            ids, parts = said.encode_chat(messages[:end]), list[str]()
+            stream = TextStream(said, np.array([ids]), parts.append)
+            sampler = Sampler(Sampling(temperature=0.8, top_k=50, seed=0), ids)
+            continuing.continue_text(model, ids, sampler, stream, max_new_tokens=24)
+            assert "".join(parts) == messages[end]["content"]
+    # The second turn knows the first, and another process both.
+    again = run_child(RUN, "chat", text_file, *options, *kept, stdin="and now?\n")
     assert [out.stderr.count("tokens known)") for out in (done, again)] == [1, 1]
 
 
@@ -236,6 +251,10 @@ def test_a_disk_that_fails_is_an_error(
         (continuing, "continue_text", 1),
         (TextModel, "read", 1),
         (TextModel, "read", 3),
+        (TextModel, "new_cache", 1),
+        (PrefixCache, "find", 1),
+        (PrefixCache, "keep", 1),
+        (PrefixCache, "_put", 1),
         (TextModel, "close", 1),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
@@ -259,18 +278,27 @@ def test_an_interrupt_in_any_phase_ends_the_command(
             raise KeyboardInterrupt
         return do(*given, **named)
 
-    monkeypatch.setattr(place, name, interrupted)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
-    given = ["hello"] if command == "generate" else []
+    question = "hello " * 20
+    given = [question] if command == "generate" else []
     options = ["--memory", "50%", "--max-new-tokens", "4"]
+    options += ["--prefix-cache", str(copy.with_name("pages"))]
+    if command == "chat":
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n"))
+        assert cli.main([command, str(copy), *options[:4]]) == 0
+    wanted = capsys.readouterr().out
+    monkeypatch.setattr(place, name, interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n/reset\n{question}\n"))
     code = cli.main([command, str(copy), *given, *options])
     shown = capsys.readouterr()
     assert num_calls >= call
     assert "Traceback" not in shown.err
-    is_reply = place is continuing or name == "read"
+    is_reply = place in {continuing, PrefixCache} or name in {"read", "new_cache"}
     assert code == (0 if command == "chat" and is_reply else 130)
     if code:
         assert shown.err.splitlines()[-1] == "moecache: interrupted"
+    else:
+        # The next one is what it would have been.
+        assert shown.out.endswith(wanted)
     monkeypatch.undo()
     gc.collect()
 

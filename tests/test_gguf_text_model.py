@@ -367,12 +367,16 @@ def test_a_text_that_is_stopped_is_known_as_far_as_it_came(model: TextModel) -> 
 
 
 def test_a_files_own_pages_are_found_by_another_process(
-    model: TextModel, file: Path, tmp_path: Path
+    model: TextModel, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And by no other file's model."""
-    folder = tmp_path / "pages"
-    other = tmp_path / "other.gguf"
-    other.write_bytes(file.read_bytes())
+    """And by no other model of the same name, size, time and head."""
+    folder, other = tmp_path / "pages", tmp_path / file.name
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    other.write_bytes(content)
+    known = file.stat()
+    os.utime(other, ns=(known.st_atime_ns, known.st_mtime_ns))
+    monkeypatch.setattr("moecache.decoding.prefixes._SAMPLE_BYTES", 1024)
     found = []
     for path in (file, file, other):
         with (
@@ -383,7 +387,20 @@ def test_a_files_own_pages_are_found_by_another_process(
         ):
             found.append(run_text(opened, IDS, 6, prefixes))
     wanted, _ = run_text(model, IDS, 6)
-    assert found == [(wanted, 0), (wanted, 32), (wanted, 0)]
+    assert found[:2] == [(wanted, 0), (wanted, 32)]
+    assert found[2][1] == 0
+
+
+def test_pages_of_another_shape_are_left_out(model: TextModel) -> None:
+    """With those behind them."""
+    cache = model.new_cache()
+    model.read(IDS, cache)
+    page = cache.page(0, 16)
+    keys = page[0][0]
+    others = [page[:-1], tuple((k.astype(np.float32), v) for k, v in page), ((keys, keys[:, :1]),)]
+    for other in others:
+        assert model.new_cache([page, other, page]).length == 16
+    assert model.new_cache([page, cache.page(16, 20)], 400).length == 20
 
 
 TEMPLATES = [

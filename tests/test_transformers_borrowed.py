@@ -63,7 +63,9 @@ def test_tokens_are_the_same_while_slots_go_and_come(model: Any, memory: Memory)
     before = generated(model, ids, 12)
     assert cache.num_withheld == 0
     borrowed = model.moecache.runtime.borrowed
-    assert borrowed.room_bytes() == borrowed.free_bytes() + borrowed.nbytes > borrowed.nbytes > 0
+    unfilled = model.moecache.runtime.pool.nbytes  # at most
+    assert memory.free - unfilled <= borrowed.free_bytes() <= memory.free
+    assert borrowed.room_bytes() - borrowed.free_bytes() == borrowed.nbytes > 0
     memory.free = memory.num_asked = 0
     assert torch.equal(generated(model, ids, 12), before)
     assert memory.num_asked == 2

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -33,7 +33,7 @@ from moecache.commands.ranks import (
     rank_table,
     telling,
 )
-from moecache.commands.texts import Encoder
+from moecache.commands.texts import Encoder, Texts
 from moecache.decoding import streams
 from moecache.errors import ConfigError, StoreError
 from moecache.runtime.runtime import ExpertRuntime
@@ -41,6 +41,9 @@ from moecache.settings import COMPUTE
 from moecache.telemetry import RuntimeStats
 from moecache.traces.trace import TRACE_FILE
 from moecache.units import check_seed, format_bytes
+
+if TYPE_CHECKING:
+    from moecache.decoding.prefixes import PrefixCache
 
 
 def add_parser(commands: Any) -> None:
@@ -156,13 +159,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_sampling(arguments)
     check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
     check_prefixes(arguments)
-    said = check_grammar(arguments)
+    given = check_grammar(arguments)
     # Before torch, whose import takes seconds.
     find_model(arguments)
     if rank() > 0:
         return follow(arguments, loaded)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    grammar = read_grammar(*said)
+    grammar = read_grammar(*given)
     prompt, found = _prompt(arguments), list[Any]()
 
     def encode(encoder: Encoder) -> None:
@@ -174,7 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         opened_texts(arguments, console, encode, is_chat=arguments.chat) as texts,
         _recorded(texts.runtime, arguments),
-        opened_prefixes(arguments, texts.runtime, texts.open_prefixes) as prefixes,
+        _kept_prefixes(arguments, texts) as prefixes,
     ):
         runtime, ids = texts.runtime, found[0]
         with LiveLine(console, runtime) as text:
@@ -201,6 +204,15 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.stats:
             console.print(printable_lines(texts.report()))
     return 0
+
+
+def _kept_prefixes(
+    arguments: argparse.Namespace, texts: Texts
+) -> "contextlib.AbstractContextManager[PrefixCache | None]":
+    """Open pages of prompts in files, if asked for: a single text finds none in memory."""
+    if arguments.prefix_cache is None:
+        return contextlib.nullcontext()
+    return opened_prefixes(arguments, texts.runtime, texts.open_prefixes)
 
 
 @contextlib.contextmanager

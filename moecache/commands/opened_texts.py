@@ -30,7 +30,7 @@ def opened_texts(
     Parameters
     ----------
     arguments : Namespace
-        Of options that `add_expert_options` and `add_prefix_options` add.
+        With `model`, `verbose`, and what `add_expert_options` and `add_prefix_options` add.
     console : Console
         For a line that says how far the model has come.
     on_tokenizer : callable (Encoder)

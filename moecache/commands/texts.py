@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from moecache.decoding.prefixes import PrefixCache
-from moecache.decoding.sampler import Mask
-from moecache.decoding.streams import TokenTimes
 from moecache.runtime.runtime import ExpertRuntime
+
+if TYPE_CHECKING:
+    from moecache.decoding.prefixes import PrefixCache
+    from moecache.decoding.sampler import Mask
+    from moecache.decoding.streams import TokenTimes
 
 
 class Encoder(Protocol):
@@ -33,36 +35,40 @@ class Texts(Protocol):
 
     @property
     def model(self) -> Any:
-        """The one beneath."""
+        """The `TextModel`, or transformers' model, that computes them."""
 
     @property
     def encoder(self) -> Encoder:
-        """Its tokens."""
+        """Makes its tokens of text."""
 
     @property
     def runtime(self) -> ExpertRuntime:
-        """Its experts."""
+        """The runtime of its experts."""
 
     def report(self) -> str:
         """Return the counters, layer by layer."""
 
-    def new_mask(self, grammar: Any) -> Mask:
+    def new_mask(self, grammar: Any) -> "Mask":
         """Return what keeps a text within a `Grammar`."""
 
     def open_prefixes(
         self, max_bytes: int, *, directory: Path | None = None, max_disk_bytes: int = 0
-    ) -> PrefixCache | None:
+    ) -> "PrefixCache | None":
         """Return a cache of texts' pages; `None` if the model's are not read in pages."""
 
     def continue_tokens(
         self,
         ids: Any,
-        stream: TokenTimes,
+        stream: "TokenTimes",
         *,
         max_new_tokens: int,
         temperature: float | None,
         seed: int,
-        mask: Mask | None = None,
-        prefixes: PrefixCache | None = None,
+        mask: "Mask | None" = None,
+        prefixes: "PrefixCache | None" = None,
     ) -> None:
-        """Generate tokens behind those of an `Encoder`, until the model or a number ends it."""
+        """Generate tokens behind those of an `Encoder`.
+
+        They go to the stream, until the model ends the text, so many are there, no room is left,
+        or the stream is stopped, which is no error.
+        """

@@ -24,7 +24,7 @@ from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
 from moecache.decoding.gguf.trunk import Trunk
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Mask, Sampler, Sampling
-from moecache.decoding.streams import TokenTimes
+from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.kernels import default_compute
 from moecache.runtime.runtime import ExpertRuntime
@@ -123,15 +123,18 @@ class FileTexts:
         tokens: list[int] = ids[0].tolist()
         # As transformers has it for a model without a generation_config.json.
         sampling = Sampling(temperature=temperature or 0.0, top_k=50, seed=seed)
-        continue_text(
-            self.model,
-            tokens,
-            Sampler(sampling, tokens),
-            stream,
-            max_new_tokens=max_new_tokens,
-            mask=mask,
-            prefixes=prefixes,
-        )
+        try:
+            continue_text(
+                self.model,
+                tokens,
+                Sampler(sampling, tokens),
+                stream,
+                max_new_tokens=max_new_tokens,
+                mask=mask,
+                prefixes=prefixes,
+            )
+        except Stopped:
+            stream.end()
 
 
 class FileEncoder:

@@ -22,7 +22,8 @@ _SUFFIX = ".page"
 _FIRST_LINE = b"moecache page 2\n"
 _LINK_LINE = b"moecache link 1\n"
 _DIGEST_BYTES = 32
-# Links that lead to links: a page grows by that many parts.
+# A link leads to the longest page, or, where processes wrote at a time, to another link; more than
+# these are a circle.
 _MOST_LINKS = 32
 _NAME = re.compile(r"[0-9a-f]{1,128}")
 # A page is written in seconds: a part of one that is older has lost its process.
@@ -97,6 +98,9 @@ class PageFiles:
             if found is None:
                 with self._lock:
                     self._remove(path.name)
+                return None
+            with suppress(OSError):
+                os.utime(path)
             return found
         page = _parse(data, name)
         if page is None:
@@ -120,6 +124,8 @@ class PageFiles:
         `parts` are names of its beginnings; those that are there become links to it.
         """
         path = self._directory / (name + _SUFFIX)
+        if path.exists():
+            return
         body = [len(page).to_bytes(4, "little")]
         for array in (part for layer in page for part in layer):
             shape = np.array([_NUMBERS[array.dtype], *array.shape], "<i8")
@@ -145,11 +151,17 @@ class PageFiles:
                     self._link(shorter, name)
 
     def _link(self, shorter: str, longer: str) -> None:
-        self._remove(shorter + _SUFFIX)
+        name = shorter + _SUFFIX
         data = _LINK_LINE + _digest(shorter, longer.encode()) + longer.encode()
-        with suppress(StoreError), whole_file(self._directory / (shorter + _SUFFIX), None) as file:
-            file.write(data)
-            self._add(shorter + _SUFFIX, len(data))
+        try:
+            with whole_file(self._directory / name, None) as file:
+                file.write(data)
+        except StoreError as error:
+            # The page itself is there still.
+            logger.warning("prefixes.not_written %s", error)
+            return
+        self.nbytes -= self._sizes.pop(name, 0)
+        self._add(name, len(data))
 
     def _add(self, name: str, size: int) -> None:
         self._sizes[name] = size

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,19 +14,20 @@ from pathlib import Path
 import numpy as np
 
 from moecache.decoding._page_files import PageFiles
+from moecache.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
 # Keys and values of each layer, [1, heads, positions, width], as arrays of bytes have no dtype of
 # torch's: bfloat16 is uint16 here.
 Page = tuple[tuple[np.ndarray, np.ndarray], ...]
-# Positions of a page. A prompt is cut where their multiples are.
+# Positions of a page.
 PAGE_TOKENS = 256
 # A page is kept, and found, up to a multiple of these positions, where rows are apart.
 PART_TOKENS = 16
 _DIGEST_BYTES = 20
-# Of a model's file, with the first of its tensors.
-_HEAD_BYTES = 2**20
+# Of a model's file at its beginning, middle and end: a vocabulary may be longer.
+_SAMPLE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ class PrefixCache:
                 names.append(name)
                 new.append((name, _copy(_beginning(last, num_kept))))
                 parts[name] = [one for one, _ in known]
-        with self._lock:
+        # An interrupt would leave a page that is half known.
+        with uninterrupted(), self._lock:
             if self._closed:
                 return
             for name, page in new:
@@ -246,7 +249,7 @@ class PrefixCache:
                 if num is not None and num_positions(page) > num:
                     # Not a view: the whole of it would stay in memory.
                     page = _copy(_beginning(page, num))
-                with self._lock:
+                with uninterrupted(), self._lock:
                     self._put(name, page, ())
                     self._forget()
         return page if page is None or num is None else _beginning(page, num)
@@ -294,11 +297,13 @@ def describe_files(store: object) -> list[list[object]]:
     """
     files: list[list[object]] = []
     for file in getattr(store, "files", ()):
-        path = Path(file.path)
-        known = path.stat()
-        with path.open("rb") as content:
-            head = hashlib.blake2b(content.read(_HEAD_BYTES)).hexdigest()
-        files.append([path.name, known.st_size, known.st_mtime_ns, head])
+        # Of the file that is open, whatever is at its path by now.
+        nbytes, descriptor = file.version.nbytes, file.descriptor
+        content = hashlib.blake2b()
+        for place in (0, nbytes // 2, max(0, nbytes - _SAMPLE_BYTES)):
+            content.update(os.pread(descriptor, _SAMPLE_BYTES, place))
+        name = Path(file.version.path).name
+        files.append([name, nbytes, file.version.modified_ns, content.hexdigest()])
     return sorted(files, key=str)
 
 

@@ -253,7 +253,7 @@ class Grammars:
         Parameters
         ----------
         grammar : Grammar
-        tokenizer : PreTrainedTokenizerBase
+        tokenizer : PreTrainedTokenizerBase or FileTokenizer
             The model's; the caller's thread alone uses it meanwhile.
 
         Raises
@@ -287,7 +287,7 @@ class Grammars:
         ----------
         token : int
             One that the tokenizer has.
-        tokenizer : PreTrainedTokenizerBase
+        tokenizer : PreTrainedTokenizerBase or FileTokenizer
             As that of `compile`.
         """
         try:

@@ -43,7 +43,7 @@ def vocabulary_of(tokenizer: Any, num_tokens: int, ends: Sequence[int]) -> Any:
     if not known:
         raise ConfigError(
             "the model has no token that ends a text, which a grammar needs; name one as "
-            "eos_token_id in generation_config.json"
+            "eos_token_id in generation_config.json, or take a GGUF file that has one"
         )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

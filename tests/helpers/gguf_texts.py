@@ -20,12 +20,11 @@ def parts_of(name: str, **settings: Any) -> tuple[Any, dict[str, Any], Tensors]:
 
 
 def write_text_file(path: Path) -> Path:
-    """Write a quantized file with a tokenizer, whose template looks at the first question alone."""
+    """Write a quantized file with a tokenizer, whose template puts all messages into one line."""
     said = byte_level("qwen2", num_tokens=300)
-    said["tokenizer.chat_template"] = "{{ messages[0].content }}, world"
+    said["tokenizer.chat_template"] = "{% for m in messages %}{{ m.content }}, {% endfor %}world"
     num = len(said["tokenizer.ggml.tokens"])
-    _, metadata, tensors = parts_of(
-        "qwen3moe", hidden_size=64, moe_intermediate_size=32, vocab_size=num
-    )
+    settings = {"hidden_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 512}
+    _, metadata, tensors = parts_of("qwen3moe", vocab_size=num, **settings)
     write_gguf(path, {**metadata, **said}, tensors, QUANTIZED)
     return path

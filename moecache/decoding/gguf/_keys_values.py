@@ -44,8 +44,18 @@ class TextCache:
             self._grow(capacity)
         return self._pages
 
+    def fits(self, page: Page) -> bool:
+        """Return whether a page is of such keys and values."""
+        num_layers, _, heads, _, width = self._all.shape
+        num = num_positions(page)
+        return len(page) == num_layers and all(
+            part.dtype == np.uint16 and part.shape == (1, heads, num, width)
+            for layer in page
+            for part in layer
+        )
+
     def restore(self, pages: Sequence[Page]) -> None:
-        """Put the positions of pages behind those that are there.
+        """Put the positions of pages that `fits` behind those that are there.
 
         Raises
         ------

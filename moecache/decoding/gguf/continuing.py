@@ -62,7 +62,7 @@ def continue_text(
         nonlocal num_kept
         if prefixes is not None:
             with suppress(MemoryError):  # a text is none the worse without
-                _keep(prefixes, tokens[: cache.length], cache, num_kept)
+                _keep(prefixes, tokens, cache, num_kept)
             num_kept = cache.length
 
     try:
@@ -105,7 +105,8 @@ def open_prefixes(
     facts = {
         "way": ["text", moecache.__version__],
         "files": describe_files(model.runtime.store),
-        "machine": level(),
+        # What angles are computed by, and all else.
+        "machine": [np.__version__, level()],
     }
     return PrefixCache(
         hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).digest(),
@@ -118,8 +119,11 @@ def open_prefixes(
 
 
 def _keep(prefixes: PrefixCache, tokens: list[int], cache: TextCache, num_kept: int) -> None:
-    """Keep the pages of a cache's tokens that were not kept as a whole."""
-    size, num = prefixes.page_tokens, len(tokens)
-    begins = range(num_kept // size * size, num, size)
-    pages = [cache.page(begin, min(begin + size, num)) for begin in begins]
-    prefixes.keep(tokens, pages, in_parts=True)
+    """Keep the pages of a cache's tokens that were not kept as a whole, one after the other."""
+    size, part, num = prefixes.page_tokens, prefixes.part_tokens, cache.length
+    if num // part == num_kept // part:
+        return
+    for begin in range(num_kept // size * size, num, size):
+        end = min(begin + size, num)
+        # A copy at a time: all of a long text would take as much again.
+        prefixes.keep(tokens[:end], [cache.page(begin, end)], in_parts=True)

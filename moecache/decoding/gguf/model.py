@@ -1,5 +1,6 @@
 """TextModel: a model of a GGUF file, computed by programs alone; neither torch nor transformers."""
 
+import itertools
 import operator
 import os
 import threading
@@ -81,18 +82,20 @@ class TextModel:
         Parameters
         ----------
         known : sequence of Page, optional
-            Keys and values of the text's first tokens.
+            Keys and values of the text's first tokens, which begins by this call then. Pages that
+            are none of this model's, and those behind them, are left out.
         num_tokens : int, default 0
             Of the whole text, as far as it is known: memory grows once.
         """
         said = self._said
         cache = TextCache(said.num_layers, said.num_kv_heads, said.width)
-        if known:
+        pages = list(itertools.takewhile(cache.fits, known))
+        if pages:
             self.runtime.steps.check_usable()
             with self._lock:
                 self.runtime.begin_sequence()
-                self._grow(cache, max(num_tokens, sum(map(num_positions, known))))
-                cache.restore(known)
+                self._grow(cache, max(num_tokens, sum(map(num_positions, pages))))
+                cache.restore(pages)
         return cache
 
     def check_room(self, num_tokens: int) -> int:
@@ -320,7 +323,7 @@ def open_text_model(
             # It still guesses for the first layer.
             options["prefetch"] = "echo"
         host_bytes = said.trunk_bytes + said.prompt_bytes(PROMPT_TOKENS)
-        options.setdefault("host_bytes", host_bytes + parse_bytes(prefix_memory))
+        options["host_bytes"] = options.get("host_bytes", host_bytes) + parse_bytes(prefix_memory)
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
         runtime = open_runtime(store, memory, makes_room=True, **options)
         trunk = Trunk(store, said.names())

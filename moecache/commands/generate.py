@@ -159,6 +159,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_sampling(arguments)
     check_outputs(arguments, {}, profile=None, record_trace=TRACE_FILE)
     check_prefixes(arguments)
+    if arguments.prefix_cache is None:
+        # A single prompt finds no page in memory: none is kept, and no memory for any.
+        arguments.prefix_memory = None
     given = check_grammar(arguments)
     # Before torch, whose import takes seconds.
     find_model(arguments)
@@ -209,7 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _kept_prefixes(
     arguments: argparse.Namespace, texts: Texts
 ) -> "contextlib.AbstractContextManager[PrefixCache | None]":
-    """Open pages of prompts in files, if asked for: a single text finds none in memory."""
+    """Open the pages of prompts that are in files, if they are asked for."""
     if arguments.prefix_cache is None:
         return contextlib.nullcontext()
     return opened_prefixes(arguments, texts.runtime, texts.open_prefixes)

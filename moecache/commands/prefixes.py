@@ -25,7 +25,8 @@ def add_prefix_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "prompts",
         "A prompt is read in pages of 256 tokens. One that begins like an earlier prompt is read "
-        "from where they differ on, with the same answer, bit for bit.",
+        "from where they differ on, with the same answer, bit for bit. A command that reads one "
+        "prompt keeps none without --prefix-cache.",
     )
     group.add_argument(
         "--prefix-memory",

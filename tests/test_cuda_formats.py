@@ -30,10 +30,10 @@ extern "C" __global__ void products_{number}(
                 Format::row(matrix, last, rows, columns)}};
             float sums[2];
             Format::dots<F32>(both, (Row<F32>)x + (long long)input * columns, columns, sums);
-            if (threadIdx.x % 32 == 0) {{
-                out[(long long)input * rows + first] = sums[0];
-                out[(long long)input * rows + last] = sums[1];
-            }}
+            using Sums = RowSums<2>;
+            const float sum = Sums::total(sums);
+            if (Sums::is_first())
+                out[(long long)input * rows + (Sums::row() ? last : first)] = sum;
         }}
 }}
 """

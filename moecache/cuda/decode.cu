@@ -32,33 +32,32 @@ struct Gate {
         }
         float sums[2 * ELEMENTS];
         GateUp::dots<Hidden>(rows, x, hidden, sums);
-        const unsigned lane = threadIdx.x % 32, part = first + lane;
-        float gate = sums[0], up = sums[1];
-#pragma unroll
-        for (unsigned e = 1; e < ELEMENTS; e++)
-            if (lane == e) {
-                gate = sums[2 * e];
-                up = sums[2 * e + 1];
-            }
-        if (lane >= ELEMENTS || part >= (unsigned)width) return;
+        using Sums = RowSums<2 * ELEMENTS>;
+        float gate = Sums::total(sums), up = __shfl_xor_sync(ALL_LANES, gate, Sums::LANES);
+        const unsigned part = first + Sums::row() / 2;
+        if (!Sums::is_first() || Sums::row() % 2 || part >= (unsigned)width) return;
         const u8* bias = slots.at(slot, bias_offset);
         gate = with_bias(gate, bias, bias_kind, gate_row(part, is_interleaved));
         up = with_bias(up, bias, bias_kind, up_row(part, width, is_interleaved));
-        h[part] = gated(gate, up, activation, alpha, limit);
+        h[Order<Down::H>::place(part, width)] = gated(gate, up, activation, alpha, limit);
     }
 };
 
 constexpr unsigned DOWN_ROWS = Down::ROWS; // rows of an expert's down that a warp takes
 
-// One warp computes an expert's output from row `first` on; beyond the last it repeats the last.
-__device__ inline void down_rows(
-    const u8* matrix, Row<F32> h, int first, int hidden, int width, float (&sums)[DOWN_ROWS])
+using DownSums = RowSums<DOWN_ROWS>;
+
+// An expert's output from row `first` on, by one warp; beyond the last row it is that one's.
+__device__ inline float down_rows(
+    const u8* matrix, Row<Down::H> h, int first, int hidden, int width)
 {
     Down::At rows[DOWN_ROWS];
 #pragma unroll
     for (int r = 0; r < (int)DOWN_ROWS; r++)
         rows[r] = Down::row(matrix, first + r < hidden ? first + r : hidden - 1, hidden, width);
-    Down::dots<F32>(rows, h, width, sums);
+    float sums[DOWN_ROWS];
+    Down::dots<Down::H>(rows, h, width, sums);
+    return DownSums::total(sums);
 }
 
 // One warp's task: one of the `parts` of an item. Neighbours go to different multiprocessors, so
@@ -135,7 +134,7 @@ struct Ending {
 
 __device__ inline void reduce_experts(
     const Routing& routing, const void* weights, int weights_kind, const Slots& slots,
-    long long down_offset, long long bias_offset, int bias_kind, Row<F32> h, int num_tokens,
+    long long down_offset, long long bias_offset, int bias_kind, Row<Down::H> h, int num_tokens,
     int top_k, int hidden, int width, Hidden::Bits* out)
 {
     auto& shared = block_memory<Reduction>();
@@ -159,13 +158,11 @@ __device__ inline void reduce_experts(
                         values[threadIdx.x % 32] = __uint_as_float(NOT_A_NUMBER);
                 } else {
                     const u8* bias = slots.at(slot, bias_offset);
-                    float sums[DOWN_ROWS];
                     const u8* matrix = slots.at(slot, down_offset);
-                    down_rows(matrix, h + pair * width, row, hidden, width, sums);
-#pragma unroll
-                    for (int r = 0; r < (int)DOWN_ROWS; r++)
-                        if (threadIdx.x % 32 == 0 && row + r < hidden)
-                            values[r] = with_bias(sums[r], bias, bias_kind, row + r);
+                    const float sum = down_rows(matrix, h + pair * width, row, hidden, width);
+                    const int own = DownSums::row();
+                    if (DownSums::is_first() && row + own < hidden)
+                        values[own] = with_bias(sum, bias, bias_kind, row + own);
                 }
             }
             __syncthreads();
@@ -228,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) decode(
 
     reduce_experts(
         routing, given.weights, given.weights_kind, slots, given.down_offset,
-        given.down_bias_offset, given.bias_kind, (Row<F32>)given.h, given.num_tokens, top_k, hidden,
-        width, given.out);
+        given.down_bias_offset, given.bias_kind, (Row<Down::H>)given.h, given.num_tokens, top_k,
+        hidden, width, given.out);
 }
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) gate_up(
@@ -259,14 +256,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) down(
     for (Task task(num_groups); task.item < (unsigned)num_pairs; task.advance(num_groups)) {
         const long long pair = pairs[task.item];
         const int slot = pair_slots[task.item], first = task.part * DOWN_ROWS;
-        float sums[DOWN_ROWS];
-        down_rows(
-            slots.at(slot, offset), (Row<F32>)h + pair * width, first, hidden, width, sums);
-        if (threadIdx.x % 32 != 0) continue;
-        const u8* bias = slots.at(slot, bias_offset);
-#pragma unroll
-        for (int r = 0; r < (int)DOWN_ROWS; r++)
-            if (first + r < hidden)
-                rows[pair * hidden + first + r] = with_bias(sums[r], bias, bias_kind, first + r);
+        const u8* matrix = slots.at(slot, offset);
+        const float sum = down_rows(matrix, (Row<Down::H>)h + pair * width, first, hidden, width);
+        const int row = first + DownSums::row();
+        if (!DownSums::is_first() || row >= hidden) continue;
+        rows[pair * hidden + row] =
+            with_bias(sum, slots.at(slot, bias_offset), bias_kind, row);
     }
 }

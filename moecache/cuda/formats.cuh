@@ -167,26 +167,50 @@ struct E4M3Scale {
     }
 };
 
-// N inputs from `column` on, zeros beyond the row.
+// A row of h as quantised rows of down want it: the first four numbers of all runs, then the next
+// four of all, and so on. Lanes have runs of their own: with runs one behind the other, each lane's
+// four would lie in a line of the cache of its own.
+struct SpreadF32 : F32 {};
+
+template <class D> struct Order {
+    static constexpr unsigned TOGETHER = RUN; // numbers of a run that lie side by side
+    static __device__ unsigned place(unsigned column, unsigned) { return column; }
+};
+
+template <> struct Order<SpreadF32> {
+    static constexpr unsigned TOGETHER = 4;
+    static __device__ unsigned place(unsigned column, unsigned n)
+    {
+        if (n % RUN) return column;
+        const unsigned in_run = column % RUN;
+        return in_run / TOGETHER * (n / TOGETHER) + column / RUN * TOGETHER + in_run % TOGETHER;
+    }
+};
+
+// The inputs of a run, whose first is `column`; zeros beyond the row.
 template <bool IS_ALIGNED, class X>
 __device__ inline void load_inputs(Row<X> x, unsigned column, unsigned n, float* inputs)
 {
-    if constexpr (IS_ALIGNED)
-        load<X, RUN>(x + column, inputs);
-    else
+    constexpr unsigned TOGETHER = Order<X>::TOGETHER;
+    if constexpr (IS_ALIGNED) {
+#pragma unroll
+        for (unsigned i = 0; i < RUN; i += TOGETHER)
+            load<X, TOGETHER>(x + Order<X>::place(column + i, n), inputs + i);
+    } else
 #pragma unroll
         for (unsigned i = 0; i < RUN; i++)
-            inputs[i] = column + i < n ? X::widen(x[column + i]) : 0.0f;
+            inputs[i] = column + i < n ? X::widen(x[Order<X>::place(column + i, n)]) : 0.0f;
 }
 
 // Dot products, by a format F's functions for its units: fetch, column, codes, add.
 template <class F> struct Quantized {
+    using H = SpreadF32; // rows of h
     // More than plain numbers have: inputs are loaded and widened once for all rows, and a row alone
     // has few bytes to be under way. That takes the registers of a third block, and some pointers
     // lie in memory; on an H200 four rows, which need none there, took up to an eighth longer.
     static constexpr unsigned ROWS = 8, ELEMENTS = 3, BLOCKS = 2;
 
-    // The dot products of some rows with x, by one warp; every lane has them.
+    // The dot products of some rows with x, by one warp: a lane has the sums of its columns.
     template <class X, unsigned ROWS, class At>
     static __device__ inline void dots(
         const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
@@ -201,8 +225,6 @@ template <class F> struct Quantized {
             add_units<true, X>(rows, x, n, sums);
         else
             add_unaligned<X>(rows, x, n, sums);
-#pragma unroll
-        for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
     }
 
     // Rows that are not aligned are rare, and take more registers than others: in a function that is

@@ -1,12 +1,40 @@
 // Matrices of plain numbers, and dot products with rows of them.
 
-// The sum over a warp's lanes, in one order; every lane has it.
-__device__ inline float sum_lanes(float sum)
-{
-    for (int distance = 16; distance > 0; distance /= 2)
-        sum = add_rn(sum, __shfl_xor_sync(ALL_LANES, sum, distance));
-    return sum;
-}
+// The sums of some rows over a warp's lanes: `total` returns row r's to the lanes from r * LANES on.
+// A row's numbers are added in one order, however many rows there are: lane by lane 16 away, then 8,
+// and so on. After each such step a lane goes on with half of the rows.
+template <unsigned ROWS> struct RowSums {
+    static constexpr unsigned PADDED = ROWS > 4 ? 8 : ROWS > 2 ? 4 : ROWS;
+    static constexpr unsigned LANES = 32 / PADDED; // that have the same total
+    static_assert(ROWS <= 8, "a lane has so many rows at most");
+
+    static __device__ float total(const float (&sums)[ROWS])
+    {
+        float left[PADDED];
+#pragma unroll
+        for (unsigned r = 0; r < PADDED; r++) left[r] = r < ROWS ? sums[r] : 0.0f;
+#pragma unroll
+        for (unsigned distance = 16, rows = PADDED / 2; distance > 0; distance /= 2, rows /= 2) {
+            if (rows == 0) {
+                left[0] = add_rn(left[0], __shfl_xor_sync(ALL_LANES, left[0], distance));
+                continue;
+            }
+            const bool is_upper = threadIdx.x & distance;
+#pragma unroll
+            for (unsigned r = 0; r < rows; r++) {
+                const float own = is_upper ? left[r + rows] : left[r];
+                const float other = is_upper ? left[r] : left[r + rows];
+                left[r] = add_rn(own, __shfl_xor_sync(ALL_LANES, other, distance));
+            }
+        }
+        return left[0];
+    }
+
+    // The row whose total a lane has; ROWS or more if it has none.
+    static __device__ unsigned row() { return threadIdx.x % 32 / LANES; }
+    // Whether it is the first lane that has it.
+    static __device__ bool is_first() { return threadIdx.x % LANES == 0 && row() < ROWS; }
+};
 
 // Chunks of weights that a lane has under way at once, of all its rows together: enough to hide the
 // latency of memory, and all that fits into 80 registers: three blocks to a multiprocessor.
@@ -14,9 +42,10 @@ constexpr unsigned IN_FLIGHT = 8;
 
 template <class D> struct Plain {
     using At = Row<D>; // where a row is
+    using H = F32; // rows of h
     // Rows of down that a warp takes at once, elements of h, each of two rows, and blocks of 256
     // threads whose registers a multiprocessor has. ExpertKind has BLOCKS, too.
-    static constexpr unsigned ROWS = 4, ELEMENTS = 1, BLOCKS = 3;
+    static constexpr unsigned ROWS = 3, ELEMENTS = 1, BLOCKS = 3;
 
     static __device__ long long matrix_bytes(int rows, int columns)
     {
@@ -28,7 +57,7 @@ template <class D> struct Plain {
         return (At)matrix + index * columns;
     }
 
-    // The dot products of some rows with x, by one warp; every lane has them.
+    // The dot products of some rows with x, by one warp: a lane has the sums of its columns.
     template <class X, unsigned ROWS>
     static __device__ inline void dots(
         const At (&rows)[ROWS], Row<X> x, unsigned n, float (&sums)[ROWS])
@@ -68,7 +97,6 @@ template <class D> struct Plain {
                 }
         }
         if (!is_aligned) add_elements<X, ROWS>(rows, x, n, sums);
-        for (unsigned r = 0; r < ROWS; r++) sums[r] = sum_lanes(sums[r]);
     }
 
     // Units of 32 columns in runs of 16, as other formats have them.

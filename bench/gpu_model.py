@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -61,7 +61,7 @@ def measure_model(device: Device, arguments: Namespace) -> dict[str, Any]:
     size = replace(wanted, num_layers=arguments.layers or wanted.num_layers)
     found: dict[str, Any] = {"stack": asdict(size), "runs": arguments.runs, "ways": {}}
     arguments.progress |= found
-    with _directory(arguments.directory, size.total_bytes) as path:
+    with _directory(arguments.directory, size.total_bytes) as path, same_attention():
         start = time.perf_counter()
         write_model(path, size)
         found["written_s"] = time.perf_counter() - start
@@ -71,9 +71,10 @@ def measure_model(device: Device, arguments: Namespace) -> dict[str, Any]:
             found["ways"] |= _alone(path, device, arguments)
     first = found["ways"].get(f"100%, {GRAPH}", {})
     is_whole = size == StackSize()
-    differing = [name for name, way in found["ways"].items() if way.get("differs")]
+    # What transformers does alone stands in the rows; no bound says what it must do.
+    differing = [n for n, way in found["ways"].items() if way.get("differs") and n != ALONE]
     bounds = [
-        bound("ways with other bits than a graph, or than before", "<=", 0, len(differing)),
+        bound("our ways with other bits than a graph, or than before", "<=", 0, len(differing)),
         bound(
             "tokens/s of the whole model, all resident, graphs",
             ">=",
@@ -95,6 +96,23 @@ def _directory(wanted: Path | None, num_bytes: int) -> Any:
         wanted = memory if has_room else None
     with tempfile.TemporaryDirectory(prefix="moecache-gpu-", dir=wanted) as name:
         yield Path(name)
+
+
+@contextmanager
+def same_attention() -> Iterator[None]:
+    """Have torch choose no attention of cuDNN's: it may give other bits for the same inputs.
+
+    On an H200 (cuDNN 9.19, torch 2.11) it did so in 8 of 25 repetitions of four tokens through 12
+    layers, a head of one of them, and always by the same difference.
+    """
+    import torch
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def write_model(path: Path, size: StackSize) -> None:

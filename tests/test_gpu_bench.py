@@ -122,7 +122,7 @@ def test_uploads_and_look_ups_are_measured(
     assert found["look_ups"]["storm_bytes"] > 0
     assert len(found["look_ups"]["storm_p99_ns"]) == 2
     # Of 13 MB nothing is demanded.
-    assert [one["limit"] for one in found["bounds"]] == [0.5] * 2 + [3.0]
+    assert [one["limit"] for one in found["bounds"]] == [0.25, 0.09, 3.0]
     assert "look-up p99: quiet" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["figures"]
     assert (device.used_bytes, device.pinned_bytes) == (0, 0)

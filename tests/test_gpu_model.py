@@ -39,7 +39,7 @@ def test_every_way_decodes_and_leaves_the_same_bits(
         assert (way["hit_rate"] < 1) == name.startswith("50%")
     # The aim is the whole model's.
     assert [one["name"] for one in found["bounds"]] == [
-        "ways with other bits than a graph, or than before"
+        "our ways with other bits than a graph, or than before"
     ]
     assert not list(tmp_path.glob("moecache-gpu-*"))
 
@@ -64,7 +64,7 @@ def test_other_bits_are_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> No
     said = capsys.readouterr().out
     assert "100%, modules, run 1: other bits than the first graph's" in said
     assert "'layers_of_keys': [1], 'tokens_of_keys': [11, 12]" in said
-    assert "NO   1.000 <= 0  ways with other bits than a graph, or than before" in said
+    assert "NO   1.000 <= 0  our ways with other bits than a graph, or than before" in said
 
 
 @pytest.mark.parametrize("name", ["q_proj", "self_attn", "experts"])

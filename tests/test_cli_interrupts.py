@@ -218,6 +218,17 @@ def test_importing_the_package_leaves_pythons_handler() -> None:
     assert done.stdout == "True\n"
 
 
+def test_a_command_has_the_handler_after_its_package_was_imported() -> None:
+    """Which released it at its end."""
+    done = run_child(
+        "import signal; sys.argv[0] = 'bin/moecache'; import moecache.__main__\n"
+        "from moecache import cli; from moecache.commands.ctrl_c import CTRL_C\n"
+        "cli.main = lambda: print(signal.getsignal(signal.SIGINT) == CTRL_C._handle) or 0\n"
+        "sys.exit(moecache.__main__.main())"
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
 def test_a_storm_of_interrupts_ends_a_command_cleanly() -> None:
     """At any time from the first line of the package on, ten or more, 1 to 50 ms apart."""
     seed = random.SystemRandom().randrange(2**32)

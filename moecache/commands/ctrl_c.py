@@ -50,11 +50,9 @@ class CtrlC:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stay(self) -> None:
-        """Handle SIGINT up to the end of the process; a second call does nothing."""
-        if self._stays:
-            return
+        """Handle SIGINT up to the end of the process, from now on again if it was released."""
         self.catch()
-        if signal.getsignal(signal.SIGINT) == self._handle:
+        if not self._stays and signal.getsignal(signal.SIGINT) == self._handle:
             # Registered first, called last, unless the interpreter was told to begin with another.
             self._stays, self._is_first = True, not atexit._ncallbacks()  # noqa: SLF001
             atexit.register(self._leave)

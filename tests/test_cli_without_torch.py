@@ -15,8 +15,7 @@ import pytest
 
 from moecache import cli
 from moecache.commands.conversation import read_conversation
-from moecache.decoding.gguf import continuing, model, tokenizer, trunk
-from moecache.decoding.gguf.model import TextModel, open_text_model
+from moecache.decoding.gguf import TextModel, continuing, open_text_model, opening, tokenizer, trunk
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import TextStream
@@ -204,13 +203,13 @@ def test_a_file_that_changes_behind_its_header_is_an_error(
     capsys: Captured,
 ) -> None:
     """Exit code 1 and a line that names it; no text of two files."""
-    open_runtime = model.open_runtime
+    open_runtime = opening.open_runtime
 
     def open_after(*given: Any, **named: Any) -> Any:
         change(copy)
         return open_runtime(*given, **named)
 
-    monkeypatch.setattr(model, "open_runtime", open_after)
+    monkeypatch.setattr(opening, "open_runtime", open_after)
     assert cli.main(["generate", str(copy), "hello", "--memory", "50%"]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -244,7 +243,7 @@ def test_a_disk_that_fails_is_an_error(
 @pytest.mark.parametrize(
     ("place", "name", "call"),
     [
-        (model, "open_runtime", 1),
+        (opening, "open_runtime", 1),
         (trunk.Trunk, "__init__", 1),
         (tokenizer, "read_tokenizer", 1),
         (trunk.Trunk, "matrix", 5),
@@ -307,7 +306,7 @@ def test_models_leave_nothing_behind(copy: Path) -> None:
     """Neither closed ones, nor dropped ones, nor those whose text has failed: no memory either."""
     code = """
 import gc, sys
-from moecache.decoding.gguf.model import open_text_model
+from moecache.decoding.gguf import open_text_model
 from moecache.errors import ConfigError
 
 def resident():
@@ -339,7 +338,7 @@ def test_a_forked_child_opens_its_own(copy: Path) -> None:
     """The parent's is refused there, and closed without waiting; the parent goes on."""
     code = """
 import os, sys
-from moecache.decoding.gguf.model import open_text_model
+from moecache.decoding.gguf import open_text_model
 from moecache.errors import MoeCacheError
 
 model = open_text_model(sys.argv[1], "50%")

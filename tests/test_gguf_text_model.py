@@ -13,7 +13,8 @@ import pytest
 
 from moecache import kernels
 from moecache.decoding.gguf.continuing import continue_text, open_prefixes
-from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel, open_text_model
+from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
+from moecache.decoding.gguf.opening import open_text_model
 from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling

@@ -159,7 +159,7 @@ def test_any_seed_of_64_bits_is_taken_by_server_and_command_line(
 
 def test_a_token_that_ends_the_text_is_the_reason_stop(served: Served, client: Any) -> None:
     """Even as the last of as many as were asked for; it is no text."""
-    config = served.engine.model.generation_config
+    config = served.engine.model.model.generation_config
     before, config.eos_token_id = config.eos_token_id, [ord(" ") + 3, 1]
     try:
         found = chat(client)
@@ -230,7 +230,7 @@ def test_a_generation_that_is_stopped_ends_within_its_prompt(served: Served) -> 
     from moecache.decoding import streams
     from moecache.integrations.transformers import generation
 
-    model = served.engine.model
+    model = served.engine.model.model
     prompt = torch.arange(40, 240)[None]
     stream = streams.TokenTimes()
     with generation.check_between_layers(model, stream):

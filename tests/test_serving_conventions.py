@@ -117,14 +117,14 @@ def test_slots_say_what_is_generated_in_each(served: Served) -> None:
     assert [slot["is_processing"] for slot in served.get("/slots")] == [False, False]
     threads = []
     held = threading.Event()
-    step = type(served.engine.model).forward
+    step = type(served.engine.model.model).forward
 
     def wait(*arguments: Any, **named: Any) -> Any:
         held.wait(60)
         return step(*arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(served.engine.model), "forward", wait)
+        patch.setattr(type(served.engine.model.model), "forward", wait)
         for number in range(2):
             fields = {"prompt": "abc", "max_tokens": 5 + number, "temperature": 0.5}
             threads.append(

@@ -78,7 +78,7 @@ def test_probabilities_are_those_of_the_model(client: Any, served: Served) -> No
     rows, cache, ids = [], None, prompt
     with torch.no_grad():
         for token in answer[0]:
-            out = served.engine.model(ids, past_key_values=cache, use_cache=True)
+            out = served.engine.model.model(ids, past_key_values=cache, use_cache=True)
             rows.append(out.logits[0, -1].float())
             cache, ids = out.past_key_values, token.reshape(1, 1)
     expected = torch.stack(rows).log_softmax(-1)

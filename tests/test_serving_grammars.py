@@ -375,9 +375,7 @@ def test_ranks_refuse_a_grammar_by_name(
     client: Any, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a prompt is given to the others, who would not know of it."""
-    from moecache.serving import checks
-
-    monkeypatch.setattr(checks._following, "ranks_of", lambda model: object())
+    monkeypatch.setattr(type(served.engine.model), "is_spread", True)
     with pytest.raises(openai.BadRequestError, match="without torchrun") as refused:
         chat(client, response_format={"type": "json_object"})
     assert refused.value.param == "response_format"

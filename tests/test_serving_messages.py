@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 
-from moecache.integrations.transformers import answer_parts
+from moecache.integrations import answer_parts
 from moecache.serving import checks
 from moecache.serving.errors import RequestError
 from moecache.serving.messages import read_message

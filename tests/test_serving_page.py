@@ -107,7 +107,7 @@ def test_the_page_fits_a_telephone_and_stops_a_reply(
 
 def test_thoughts_stand_apart(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above what the model says, and they are not sent again."""
-    from moecache.integrations.transformers import answer_parts
+    from moecache.integrations import answer_parts
     from moecache.serving import checks
 
     class Thinks(answer_parts.AnswerParser):

@@ -290,13 +290,13 @@ def test_a_server_that_is_cut_off_ends_all_answers(tiny_moe: Path) -> None:
 
 def test_a_model_without_a_recipe_answers_one_at_a_time(model: Any) -> None:
     """And says why."""
-    from moecache.serving.generating import why_alone
+    from moecache.integrations.transformers.served import Served as ByTorch
 
-    assert why_alone(model) == ""
+    assert ByTorch(model).why_alone == ""
     hook = model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
-    assert "has hooks" in why_alone(model)
+    assert "has hooks" in ByTorch(model).why_alone
     hook.remove()
-    until(lambda: why_alone(model) == "")
+    until(lambda: ByTorch(model).why_alone == "")
 
 
 def test_how_many_at_a_time_is_checked_before_anything_is_loaded(
@@ -311,6 +311,7 @@ def test_how_many_at_a_time_is_checked_before_anything_is_loaded(
 def test_a_text_whose_client_left_before_it_began_is_no_error(model: Any) -> None:
     """It waited among others' jobs meanwhile; the next one begins."""
     from moecache.decoding.streams import Stopped
+    from moecache.integrations.transformers.served import Served as ByTorch
     from moecache.serving.generating import Generating
 
     class Left:
@@ -322,12 +323,13 @@ def test_a_text_whose_client_left_before_it_began_is_no_error(model: Any) -> Non
 
         run = end
 
-    with contextlib.closing(Generating(model)) as generating:
+    with contextlib.closing(Generating(ByTorch(model))) as generating:
         assert [generating.submit(Left()).result(60) for _ in range(2)] == [None, None]
 
 
 def test_an_ended_text_has_given_its_memory_back(model: Any) -> None:
     """Before anybody is told of its end: the next one's turn comes by what is free."""
+    from moecache.integrations.transformers.served import Served as ByTorch
     from moecache.serving.generating import Generating
 
     text, _ = make(model, 3)
@@ -337,7 +339,7 @@ def test_an_ended_text_has_given_its_memory_back(model: Any) -> None:
         end=lambda: seen.append(text.cache.get_seq_length()),
         run=None,
     )
-    with contextlib.closing(Generating(model)) as generating:
+    with contextlib.closing(Generating(ByTorch(model))) as generating:
         generating.submit(job).result(60)
     assert seen == [0]
     assert len(text.streamer.tokens) == NUM_TOKENS + 3

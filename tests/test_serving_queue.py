@@ -119,14 +119,16 @@ def test_the_queue_is_full_before_any_prompt_is_read(served: Served, slow: SlowT
 
 def engine_of(tokenizer: Any, context: int, **options: Any) -> Any:
     """Return an engine that only reads: its model has a context and nothing else."""
+    from moecache.integrations.transformers.served import Served
     from moecache.serving.engine import Engine
 
     text_config = SimpleNamespace(max_position_embeddings=context, vocab_size=1000)
     model = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: text_config),
         generation_config=SimpleNamespace(eos_token_id=1),
+        moecache=SimpleNamespace(runtime=None),
     )
-    return Engine(model, tokenizer, ("tiny",), **options)
+    return Engine(Served(model), tokenizer, ("tiny",), **options)
 
 
 def test_json_is_not_read_by_the_event_loop() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
-from moecache.integrations.transformers.answer_parts import (  # noqa: E402
+from moecache.integrations.answer_parts import (  # noqa: E402
     AnswerParser,
     Piece,
     format_of,

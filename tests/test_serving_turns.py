@@ -19,13 +19,12 @@ def run(monkeypatch: pytest.MonkeyPatch, body: Body, *, most: int = 3, free: int
     """Run something with turns of a model whose tokens take a byte each."""
     from moecache.serving import turns
 
-    monkeypatch.setattr(turns, "bytes_per_token", lambda _: 1)
     monkeypatch.setattr(turns, "_LOOK_S", 0.001)
 
     async def with_turns() -> None:
-        model = SimpleNamespace(free=free)
+        model = SimpleNamespace(free=free, bytes_per_token=1)
         borrowed = SimpleNamespace(room_bytes=lambda: model.free)
-        model.moecache = SimpleNamespace(runtime=SimpleNamespace(borrowed=borrowed))
+        model.runtime = SimpleNamespace(borrowed=borrowed)
         made = turns.Turns(model, most)
         await body(SimpleNamespace(model=model, turns=made, wait=_wait(made)))
 
@@ -119,11 +118,11 @@ def test_what_fails_leaves_no_turn_behind(monkeypatch: pytest.MonkeyPatch) -> No
         first = house.wait(1)
         assert await settled(first) == [True]
 
-        def fail(_: Any) -> int:
+        def fail(*_: Any) -> bool:
             raise OSError("no such file")
 
         with monkeypatch.context() as patched:
-            patched.setattr(turns, "bytes_per_token", fail)
+            patched.setattr(turns.Turns, "_fits", fail)
             second = house.wait(1)
             await settled(second)
             with pytest.raises(OSError, match="no such file"):

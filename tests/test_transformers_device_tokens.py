@@ -328,7 +328,7 @@ def test_the_command_line_and_the_server_have_graphs(
                 seed=3,
             )
         assert answer.choices[0].message.content == shown.out.removesuffix("\n")
-        assert served.engine.model.moecache.tokens.num_graphs == 4
+        assert served.engine.model.model.moecache.tokens.num_graphs == 4
 
 
 def texts(path: Path) -> list[Any]:

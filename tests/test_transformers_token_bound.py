@@ -22,8 +22,9 @@ from tokenizers import (
     pre_tokenizers,
 )
 
+from moecache.decoding.token_bound import TokenBound
 from moecache.integrations.transformers import generation
-from moecache.integrations.transformers.token_bound import TokenBound
+from moecache.integrations.transformers.served import Served
 
 transformers = pytest.importorskip("transformers")
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,6 +41,11 @@ TEXTS = st.lists(
     | st.characters(exclude_categories=["Cs"]),
     max_size=60,
 ).map("".join)
+
+
+def bound_of(tokenizer: Any) -> TokenBound:
+    """Return a tokenizer's bound, as a server makes it."""
+    return TokenBound(tokenizer, is_plain=Served.splits_plainly(tokenizer))
 
 
 def wrapped(backend: Tokenizer, cls: Any = transformers.PreTrainedTokenizerFast) -> Any:
@@ -97,14 +103,14 @@ TOKENIZERS = {name: make() for name, make in PROVEN.items()}
 def test_no_text_has_fewer_tokens(name: str, text: str, repeats: int) -> None:
     """Accents are composed, spaces swallowed, tokens of any kind written out."""
     tokenizer, text = TOKENIZERS[name], text * repeats + "."
-    bound = TokenBound(tokenizer)
+    bound = bound_of(tokenizer)
     assert bound.least(text) <= generation.encode(tokenizer, text).shape[1]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_long_text_has_many(name: str) -> None:
     """A share of its letters; spaces and signs alone are none."""
-    bound = TokenBound(TOKENIZERS[name])
+    bound = bound_of(TOKENIZERS[name])
     assert bound.most_letters is not None
     assert bound.least("hello " * 1000) >= 5000 // bound.most_letters - 1 > 100
     assert bound.least("= \u4e16\n" * 1000) == bound.least("") == 0
@@ -158,7 +164,7 @@ def test_nothing_is_said_of_tokenizers_that_may_drop_or_fold_letters(
     make: Callable[[], Any],
 ) -> None:
     """Any text may fit."""
-    bound = TokenBound(wrapped(make()))
+    bound = bound_of(wrapped(make()))
     assert bound.most_letters is None
     assert bound.least("hello " * 1000) == 0
 
@@ -167,6 +173,6 @@ def test_nothing_is_said_of_code_that_is_not_known() -> None:
     """Tokenizers written in Python, and such as change the library's own."""
     backend = merged(ALPHABET, MERGES)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel()
-    assert TokenBound(wrapped(backend)).most_letters is not None
+    assert bound_of(wrapped(backend)).most_letters is not None
     for other in (wrapped(backend, Overridden), None, object()):
-        assert TokenBound(other).most_letters is None
+        assert bound_of(other).most_letters is None

@@ -201,9 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
         console.print(_summary(ids.shape[1], stream, runtime.stats()), style="dim")
         if num_ranks() > 1:
-            from moecache.integrations.transformers import _following
-
-            console.print(rank_table(_following.gathered_figures(texts.model)), style="dim")
+            console.print(rank_table(texts.rank_figures()), style="dim")
         if arguments.stats:
             console.print(printable_lines(texts.report()))
     return 0

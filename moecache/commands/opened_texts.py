@@ -4,17 +4,40 @@ import argparse
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 
 from moecache.commands.opened import opened
 from moecache.commands.start_line import StartLine
 from moecache.commands.texts import OnTokenizer, Texts
-from moecache.stores import GgufStore
+from moecache.stores import CheckpointStore, GgufStore
 from moecache.telemetry.loading import Loading
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def opened_way(
+    arguments: argparse.Namespace, *, is_chat: bool
+) -> Iterator[tuple[str | CheckpointStore, str]]:
+    """Yield a command's checkpoint, which is being read, and why torch computes it; "" if not.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        With `model`, and what `add_expert_options` adds.
+    is_chat : bool
+        Whether conversations are encoded.
+    """
+    # Not for --help to wait for.
+    from moecache.commands import without_torch
+
+    why_torch = functools.cache(
+        functools.partial(without_torch.why_torch, arguments, is_chat=is_chat)
+    )
+    with opened(arguments, lambda store: why_torch(store) != "") as store:
+        yield store, why_torch(store)
 
 
 @contextmanager
@@ -38,19 +61,26 @@ def opened_texts(
     is_chat : bool
         Whether conversations are encoded.
     """
-    # Not for --help to wait for.
+    with (
+        opened_way(arguments, is_chat=is_chat) as (store, why_torch),
+        StartLine(console, Loading()) as line,
+        texts_of(arguments, store, why_torch, line, on_tokenizer) as texts,
+    ):
+        yield texts
+
+
+def texts_of(
+    arguments: argparse.Namespace,
+    store: str | CheckpointStore,
+    why_torch: str,
+    line: StartLine,
+    on_tokenizer: OnTokenizer,
+) -> AbstractContextManager[Texts]:
+    """Return what gives the texts of a checkpoint that `opened_way` gave, and closes them."""
     from moecache.commands import with_torch, without_torch
 
-    why_torch = functools.cache(
-        functools.partial(without_torch.why_torch, arguments, is_chat=is_chat)
-    )
-    with ExitStack() as stack:
-        store = stack.enter_context(opened(arguments, lambda store: why_torch(store) != ""))
-        line = stack.enter_context(StartLine(console, Loading()))
-        if isinstance(store, GgufStore):
-            if not why_torch(store):
-                texts = without_torch.file_texts(arguments, store, line, on_tokenizer)
-                yield stack.enter_context(texts)
-                return
-            logger.info("texts.torch %s", why_torch(store))
-        yield stack.enter_context(with_torch.loaded_texts(arguments, store, line, on_tokenizer))
+    if isinstance(store, GgufStore) and not why_torch:
+        return without_torch.file_texts(arguments, store, line, on_tokenizer)
+    if isinstance(store, GgufStore):
+        logger.info("texts.torch %s", why_torch)
+    return with_torch.loaded_texts(arguments, store, line, on_tokenizer)

@@ -5,7 +5,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from rich.console import Console
 from moecache.commands.arguments import check_outputs
 from moecache.commands.generate import add_expert_options, check_max_new_tokens
 from moecache.commands.loaded import loaded
-from moecache.commands.opened import opened, trunk_read
+from moecache.commands.opened_texts import opened_way, texts_of
 from moecache.commands.paths import HUB_NAMES, add_hub_options, find_model, printable
 from moecache.commands.prefixes import (
     add_prefix_options,
@@ -24,9 +23,11 @@ from moecache.commands.prefixes import (
 )
 from moecache.commands.ranks import follow, num_ranks, rank, rank_table, telling
 from moecache.commands.start_line import StartLine
+from moecache.commands.texts import Encoder, Texts
 from moecache.errors import ConfigError
 
 if TYPE_CHECKING:
+    from moecache.decoding.prefixes import PrefixCache
     from moecache.serving.front import Front
     from moecache.serving.server import Server
     from moecache.telemetry.loading import Loading
@@ -48,7 +49,7 @@ def add_parser(commands: Any) -> None:
         "at / that shows what becomes of each expert. Answers keep to a JSON schema or a grammar"
         " that a request names; /tokenize, /props and /slots are llama-server's. Up to "
         "--parallel requests are answered at a time, others wait. Answers are those of `moecache"
-        " generate` with the same seed, where that needs torch, too. It listens at once: while "
+        " generate` with the same seed. It listens at once: while "
         "the model is loaded, /health says how far that is, and requests get status 503, or wait"
         " if they say `Prefer: wait=SECONDS`. SIGTERM and Ctrl-C finish the running answers "
         "first. Under torchrun the experts are spread over its processes: rank 0 serves, and the"
@@ -145,57 +146,64 @@ def run(arguments: argparse.Namespace) -> int:
     with (
         _listening(arguments, key, console) as early,
         StartLine(console, early.loading) as line,
-        opened(arguments) as store,
+        opened_way(arguments, is_chat=True) as (store, why_torch),
+        texts_of(arguments, store, why_torch, line, _import_server) as texts,
+        opened_prefixes(arguments, texts.runtime, texts.open_prefixes) as prefixes,
     ):
-        loading, trunk = early.loading, trunk_read(store)
-        loading.enter("importing torch", trunk)
-        from moecache.integrations.transformers import _following, generation
-        from moecache.integrations.transformers.reading import open_prefixes
-        from moecache.serving.app import build_app
-        from moecache.serving.engine import Engine
-        from moecache.serving.generating import why_alone
-
-        with generation.quiet(verbose=arguments.verbose):
-            loading.enter("reading the tokenizer", trunk)
-            tokenizer = generation.load_tokenizer(store)
-            loading.enter("building the model", trunk)
-            with (
-                loaded(arguments, store, line) as model,
-                opened_prefixes(
-                    arguments, model.moecache.runtime, partial(open_prefixes, model)
-                ) as prefixes,
-                _following.leading(model),
-            ):
-                loading.enter("preparing to answer")
-                alone = why_alone(model)
-                if alone and (arguments.parallel or 1) > 1:
-                    console.print(f"moecache: one answer at a time: {alone}")
-                engine = Engine(
-                    model,
-                    tokenizer,
-                    early.names,
-                    most_waiting=arguments.queue,
-                    parallel=1 if alone else arguments.parallel or DEFAULT_PARALLEL,
-                    most_tokens=arguments.max_new_tokens,
-                    context_tokens=arguments.context,
-                    prefixes=prefixes,
-                )
-                with (
-                    contextlib.closing(engine),
-                    contextlib.closing(early.server),
-                    early.server.signals_taken(),
-                ):
-                    app = build_app(engine, key=key, host=arguments.host)
-                    early.front.open(app, engine, watch=_following.watch(model))
-                    url = early.url
-                    console.print(f"{printable(engine.names[0])} at {url}/v1, page at {url}")
-                    early.server.wait()
-                console.print(_summary(engine))
-                if prefixes is not None:
-                    console.print(describe(prefixes.stats()))
-                if num_ranks() > 1:
-                    console.print(rank_table(_following.gathered_figures(model)))
+        _serve(arguments, key, console, early, texts, prefixes)
     return 0
+
+
+def _import_server(encoder: Encoder) -> None:
+    """Import what answers while the model comes, and refuse what it lacks before it is there."""
+    from moecache.integrations.answer_parts import check_parser
+    from moecache.serving import app, engine  # noqa: F401 - others use them
+
+    check_parser(encoder.tokenizer)
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    key: str | None,
+    console: Console,
+    early: "_Early",
+    texts: Texts,
+    prefixes: "PrefixCache | None",
+) -> None:
+    """Answer with a model that is there, until a signal comes."""
+    from moecache.serving.app import build_app
+    from moecache.serving.engine import Engine
+
+    early.loading.enter("preparing to answer")
+    served = texts.served()
+    alone = served.why_alone
+    if alone and (arguments.parallel or 1) > 1:
+        console.print(f"moecache: one answer at a time: {alone}")
+    engine = Engine(
+        served,
+        texts.encoder.tokenizer,
+        early.names,
+        most_waiting=arguments.queue,
+        parallel=1 if alone else arguments.parallel or DEFAULT_PARALLEL,
+        most_tokens=arguments.max_new_tokens,
+        context_tokens=arguments.context,
+        prefixes=prefixes,
+    )
+    with (
+        contextlib.closing(engine),
+        contextlib.closing(early.server),
+        early.server.signals_taken(),
+    ):
+        app = build_app(engine, key=key, host=arguments.host)
+        early.front.open(app, engine, watch=texts.watch())
+        url = early.url
+        console.print(f"{printable(engine.names[0])} at {url}/v1, page at {url}")
+        early.server.wait()
+    console.print(_summary(engine))
+    if prefixes is not None:
+        console.print(describe(prefixes.stats()))
+    if num_ranks() > 1:
+        console.print(rank_table(texts.rank_figures()))
 
 
 @dataclass(frozen=True)

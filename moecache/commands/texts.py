@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from moecache.decoding.prefixes import PrefixCache
     from moecache.decoding.sampler import Mask
     from moecache.decoding.streams import TokenTimes
+    from moecache.serving.model import ServedModel
 
 
 class Encoder(Protocol):
@@ -47,6 +48,15 @@ class Texts(Protocol):
 
     def report(self) -> str:
         """Return the counters, layer by layer."""
+
+    def served(self) -> "ServedModel":
+        """Return the model as a server asks it."""
+
+    def watch(self) -> Callable[[], object] | None:
+        """Return what raises once a rank is gone; `None` if there is one."""
+
+    def rank_figures(self) -> list[dict[str, Any]]:
+        """Return each rank's figures, for `rank_table`."""
 
     def new_mask(self, grammar: Any) -> "Mask":
         """Return what keeps a text within a `Grammar`."""

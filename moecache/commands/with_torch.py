@@ -1,10 +1,10 @@
 """Text with torch: the model of a command, as `load` brings it into transformers."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moecache.commands.loaded import loaded
 from moecache.commands.opened import trunk_read
@@ -15,6 +15,9 @@ from moecache.decoding.sampler import Mask
 from moecache.decoding.streams import TokenTimes
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.stores import CheckpointStore
+
+if TYPE_CHECKING:
+    from moecache.integrations.transformers.served import Served
 
 
 class LoadedTexts:
@@ -34,6 +37,24 @@ class LoadedTexts:
     def report(self) -> str:
         """Return the counters, layer by layer."""
         return str(self.model.moecache.report())
+
+    def served(self) -> "Served":
+        """Return the model as a server asks it."""
+        from moecache.integrations.transformers.served import Served
+
+        return Served(self.model)
+
+    def watch(self) -> Callable[[], object] | None:
+        """Return what raises once a rank is gone; `None` if there is one."""
+        from moecache.integrations.transformers import _following
+
+        return _following.watch(self.model)
+
+    def rank_figures(self) -> list[dict[str, Any]]:
+        """Return each rank's figures, for `rank_table`."""
+        from moecache.integrations.transformers import _following
+
+        return _following.gathered_figures(self.model)
 
     def new_mask(self, grammar: Any) -> Mask:
         """Return what keeps a text within a grammar."""

@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,16 +19,20 @@ from moecache.commands.ranks import num_ranks, rank_options
 from moecache.commands.start_line import StartLine
 from moecache.commands.texts import OnTokenizer
 from moecache.decoding.gguf.chat import has_sandbox
-from moecache.decoding.gguf.model import TextModel, open_text_model
+from moecache.decoding.gguf.model import TextModel
+from moecache.decoding.gguf.opening import open_text_model
 from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
 from moecache.decoding.gguf.trunk import Trunk
 from moecache.decoding.prefixes import PrefixCache
-from moecache.decoding.sampler import Mask, Sampler, Sampling
+from moecache.decoding.sampler import Mask, Sampler
 from moecache.decoding.streams import Stopped, TokenTimes
-from moecache.errors import ConfigError, MissingDependencyError
+from moecache.errors import MissingDependencyError
 from moecache.kernels import default_compute
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.stores import CheckpointStore, GgufStore
+
+if TYPE_CHECKING:
+    from moecache.decoding.gguf.served import Served
 
 
 def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is_chat: bool) -> str:
@@ -87,6 +91,19 @@ class FileTexts:
         """Return the counters, layer by layer."""
         return self.model.report()
 
+    def served(self) -> "Served":
+        """Return the model as a server asks it."""
+        from moecache.decoding.gguf.served import Served
+
+        return Served(self.model)
+
+    def watch(self) -> None:
+        """Return that there are no ranks."""
+
+    def rank_figures(self) -> list[dict[str, Any]]:
+        """Return no rank's figures."""
+        return []
+
     def new_mask(self, grammar: Any) -> Mask:
         """Return what keeps a text within a grammar."""
         from moecache.serving.grammars import Grammars
@@ -118,11 +135,10 @@ class FileTexts:
         prefixes: PrefixCache | None = None,
     ) -> None:
         """Generate; by default the likeliest tokens, as GGUF files say nothing of it."""
-        from moecache.decoding.gguf.continuing import continue_text
+        from moecache.decoding.gguf.continuing import continue_text, sampling_of
 
         tokens: list[int] = ids[0].tolist()
-        # As transformers has it for a model without a generation_config.json.
-        sampling = Sampling(temperature=temperature or 0.0, top_k=50, seed=seed)
+        sampling = sampling_of(seed, temperature=temperature)
         try:
             continue_text(
                 self.model,
@@ -163,18 +179,11 @@ class FileEncoder:
         self.tokenizer.encode_chat(messages)
 
     def _checked(self, tokens: list[int]) -> np.ndarray:
-        if not tokens:
-            raise ConfigError(
-                "the prompt is empty; the model needs at least one token to start from"
-            )
-        most: int = self._said.settings["vocab_size"]
-        if max(tokens) >= most:
-            raise ConfigError(
-                f"the prompt has token {max(tokens)}, but the model knows {most} tokens; "
-                "its tokenizer is of another model"
-            )
+        from moecache.decoding.gguf.continuing import prompt_of
+
+        prompt = prompt_of(tokens, self._said.settings["vocab_size"])
         self._said.check_room(len(tokens))
-        return np.array([tokens], np.int64)
+        return prompt
 
 
 @contextmanager
@@ -201,6 +210,9 @@ def file_texts(
         on_tokenizer(encoders[0])
 
     encoders: list[FileEncoder] = []
+    options = {}
+    if getattr(arguments, "context", None) is not None:
+        options["context_tokens"] = arguments.context
     model = open_text_model(
         store,
         arguments.memory,
@@ -212,6 +224,7 @@ def file_texts(
         on_trunk=on_trunk,
         prefix_memory=arguments.prefix_memory or 0,
         progress=functools.partial(loading.note, "reading experts ahead"),
+        **options,
     )
     with model:
         collector.go_on()

@@ -108,7 +108,7 @@ class TextStream(TokenTimes):
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
+    tokenizer : FileTokenizer or PreTrainedTokenizerBase
     prompt : Tensor or ndarray, int64 [1, tokens]
     write : callable (str)
     on_first : callable (), optional

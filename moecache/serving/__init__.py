@@ -11,8 +11,8 @@ from moecache.errors import MissingDependencyError
 
 
 def check_serving() -> None:
-    """Raise a MissingDependencyError unless all that serving needs is installed."""
-    needed = ("starlette", "uvicorn", "prometheus_client", "torch", "transformers")
+    """Raise a MissingDependencyError unless what serving any model needs is installed."""
+    needed = ("starlette", "uvicorn", "prometheus_client")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(

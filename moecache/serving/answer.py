@@ -8,15 +8,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from moecache.decoding import streams
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Mask, Sampler, Sampling
-from moecache.integrations.transformers import generation
-from moecache.integrations.transformers.continuing import Text, ends_of
 from moecache.serving.generating import Generating
 from moecache.serving.logprobs import Noted, NotingSampler
+from moecache.serving.model import ServedAlone, ServedModel, ServedText
 from moecache.serving.requests import Asked
 from moecache.serving.stops import StopText
 from moecache.telemetry import RuntimeStats
@@ -75,11 +74,11 @@ class Answer:
 
     Parameters
     ----------
-    model : PreTrainedModel
-    tokenizer : PreTrainedTokenizerBase
+    model : ServedModel
+    tokenizer : FileTokenizer or PreTrainedTokenizerBase
         Used by the thread that generates.
     asked : Asked
-    prompt : Tensor, int64 [1, tokens]
+    prompt : Tensor or ndarray, int64 [1, tokens]
     most_tokens : int
         Tokens to generate if the request says no number.
     room : int, optional
@@ -106,7 +105,7 @@ class Answer:
 
     def __init__(
         self,
-        model: Any,
+        model: ServedModel,
         tokenizer: Any,
         asked: Asked,
         prompt: Any,
@@ -128,7 +127,7 @@ class Answer:
             prompt,
             self._write,
             self._end_prefill,
-            hidden=ends_of(model) if asked.shows_special else None,
+            hidden=model.ends if asked.shows_special else None,
         )
         self.noted: deque[Noted] = deque()
         self._model = model
@@ -193,15 +192,14 @@ class Answer:
         self._on_end(self)
 
     # In the thread that generates, from here on.
-    def begin(self) -> Text:
+    def begin(self) -> ServedText:
         """Return the text, whose prompt is still to be read."""
-        self._before = self._model.moecache.stats()
-        self._most_tokens, drawn = generation.check_text(
-            self._model, self._prompt, self._most_tokens, **self._sampling()
+        self._before = self._model.stats()
+        self._most_tokens, drawn = self._model.check_text(
+            self._prompt, self._most_tokens, **self._sampling()
         )
         tokens = self._prompt[0].tolist()
-        return Text(
-            self._model,
+        return self._model.new_text(
             tokens,
             self._sampler(drawn, tokens),
             self.stream,
@@ -212,11 +210,11 @@ class Answer:
 
     def run(self) -> None:
         """Generate the text where it goes alone."""
-        self._before = self._model.moecache.stats()
+        model = cast("ServedAlone", self._model)
+        self._before = model.stats()
         # Prompts of a model larger than memory take long.
-        with generation.check_between_layers(self._model, self.stream) as self._checks:
-            self._most_tokens = generation.continue_tokens(
-                self._model,
+        with model.check_between_layers(self.stream) as self._checks:
+            self._most_tokens = model.continue_tokens(
                 self._prompt,
                 self.stream,
                 max_new_tokens=self._most_tokens,
@@ -231,7 +229,7 @@ class Answer:
         return None if self.asked.new_mask is None else self.asked.new_mask()
 
     def _sampling(self) -> dict[str, Any]:
-        """Return how tokens are drawn, as `continue_tokens` takes it."""
+        """Return how tokens are drawn, as `check_text` takes it."""
         asked = self.asked
         return {
             "temperature": asked.temperature,
@@ -260,9 +258,9 @@ class Answer:
         self._text.end()
         if self.left or self._cut:
             return
-        stats = model.moecache.stats() - self._before
+        stats = model.stats() - self._before
         tokens = self.stream.tokens
-        ended = self._text.found or generation.has_ended(model, tokens)
+        ended = self._text.found or (bool(tokens) and tokens[-1] in model.ends)
         self.cost = Cost(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(tokens),

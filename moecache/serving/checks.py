@@ -5,16 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from moecache.errors import ConfigError, MissingDependencyError
-from moecache.integrations.transformers import _following
-from moecache.integrations.transformers.answer_parts import (
+from moecache.integrations.answer_parts import (
     AnswerParser,
     format_of,
     tail_of,
     template_of,
 )
-from moecache.integrations.transformers.continuing import ends_of
 from moecache.serving.errors import RequestError
 from moecache.serving.grammars import Grammars
+from moecache.serving.model import ServedModel
 from moecache.serving.requests import Asked
 
 
@@ -23,7 +22,7 @@ class Checks:
 
     Parameters
     ----------
-    model : PreTrainedModel
+    model : ServedModel
 
     Attributes
     ----------
@@ -32,9 +31,9 @@ class Checks:
     grammars : Grammars
     """
 
-    def __init__(self, model: Any) -> None:
-        self.num_tokens: int = model.config.get_text_config().vocab_size
-        self.grammars = Grammars(self.num_tokens, ends_of(model))
+    def __init__(self, model: ServedModel) -> None:
+        self.num_tokens = model.num_tokens
+        self.grammars = Grammars(self.num_tokens, model.ends)
         self._model = model
 
     def with_tools(self, asked: Asked, tokenizer: Any) -> Asked:
@@ -94,7 +93,7 @@ class Checks:
         Parameters
         ----------
         asked : Asked
-        tokenizer : PreTrainedTokenizerBase
+        tokenizer : FileTokenizer or PreTrainedTokenizerBase
             The caller's thread alone uses it meanwhile.
 
         Raises
@@ -113,7 +112,7 @@ class Checks:
         if asked.grammar is None:
             return asked
         try:
-            if _following.ranks_of(self._model) is not None:
+            if self._model.is_spread:
                 raise ConfigError(
                     f"{asked.grammar.name} is for one process, and the model's experts are spread "
                     "over several; leave it out, or serve the model without torchrun"

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.room import context_of, room_behind
+from moecache.decoding.token_bound import TokenBound
 from moecache.errors import ConfigError
-from moecache.integrations.transformers import generation
-from moecache.integrations.transformers.token_bound import TokenBound
 from moecache.serving.answer import Answer
 from moecache.serving.checks import Checks
 from moecache.serving.errors import RequestError, ending
 from moecache.serving.generating import Generating
+from moecache.serving.model import ServedModel
 from moecache.serving.requests import Asked
 from moecache.serving.turns import COUNTED_TOKENS, Turns
 
@@ -61,9 +62,9 @@ class Engine:
 
     Parameters
     ----------
-    model : PreTrainedModel
-        As `load` returns it. The caller closes it, after `close`.
-    tokenizer : PreTrainedTokenizerBase
+    model : ServedModel
+        The caller closes it, after `close`.
+    tokenizer : FileTokenizer or PreTrainedTokenizerBase
     names : tuple of str
         Names by which clients may call the model; the first is its own.
     most_waiting : int, default 16
@@ -87,7 +88,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: ServedModel,
         tokenizer: Any,
         names: tuple[str, ...],
         *,
@@ -102,13 +103,13 @@ class Engine:
         self.most_waiting = most_waiting
         self.parallel = parallel
         self.most_tokens = most_tokens
-        self.context_tokens = generation.context_of(model, context_tokens)
+        self.context_tokens = context_of(model.own_context, context_tokens)
         self.prefixes = prefixes
         self.totals = Totals()
         self._tokenizer = tokenizer
-        self._bound = TokenBound(tokenizer)
+        self._bound = TokenBound(tokenizer, is_plain=model.splits_plainly(tokenizer))
         self.checks = Checks(model)
-        # A tokenizer works for one thread at a time: prompts are read while another one decodes.
+        # transformers' work for one thread at a time: prompts are read while another one decodes.
         self._small, self._big = (
             (ThreadPoolExecutor(1, f"moecache-read-{size}"), copy.deepcopy(tokenizer))
             for size in ("small", "big")
@@ -123,7 +124,7 @@ class Engine:
     @property
     def runtime(self) -> Any:
         """The model's runtime."""
-        return self.model.moecache.runtime
+        return self.model.runtime
 
     @property
     def tokenizer(self) -> Any:
@@ -168,7 +169,7 @@ class Engine:
 
         Returns
         -------
-        tuple of Asked and Tensor
+        tuple of Asked and Tensor or ndarray
             The tokens are int64 [1, tokens]. `begin` takes both, before anything is awaited.
 
         Raises
@@ -193,7 +194,7 @@ class Engine:
         ----------
         body : bytes or bytearray
             By whose length the thread is chosen.
-        work : callable (PreTrainedTokenizerBase)
+        work : callable (tokenizer)
             Called in that thread, whose tokenizer it is.
         gone : Future
             Done once the client has left.
@@ -227,9 +228,9 @@ class Engine:
             if len(body) > _SMALL_BYTES:
                 self._check_length(tokenizer, asked)
             if asked.messages is not None:
-                prompt = generation.encode_chat(tokenizer, asked.messages, asked.template)
+                prompt = self.model.encode_chat(tokenizer, asked.messages, asked.template)
             else:
-                prompt = generation.encode(tokenizer, asked.prompt or "")
+                prompt = self.model.encode(tokenizer, asked.prompt or "")
             self._find_room(prompt.shape[1])
         except ConfigError as error:
             field_ = "messages" if asked.is_chat else "prompt"
@@ -244,14 +245,14 @@ class Engine:
             return
         if asked.messages is not None:
             # Parts of the messages that a template leaves out take no tokens.
-            text = generation.render_chat(tokenizer, asked.messages, asked.template)
+            text = self.model.render_chat(tokenizer, asked.messages, asked.template)
         else:
             text = asked.prompt or ""
         self._find_room(self._bound.least(text), at_least=True)
 
     def _find_room(self, prompt_tokens: int, *, at_least: bool = False) -> int | None:
-        return generation.find_room(
-            self.model, prompt_tokens, context_tokens=self.context_tokens, at_least=at_least
+        return room_behind(
+            prompt_tokens, self.model.own_context, self.context_tokens, at_least=at_least
         )
 
     async def begin(self, asked: Asked, prompt: Any, gone: "asyncio.Future[Any]") -> Answer | None:
@@ -262,7 +263,7 @@ class Engine:
         Parameters
         ----------
         asked : Asked
-        prompt : Tensor, int64 [1, tokens]
+        prompt : Tensor or ndarray, int64 [1, tokens]
         gone : Future
             Done once the client has left, which also ends the generation.
 

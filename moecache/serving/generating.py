@@ -2,25 +2,23 @@
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 from moecache.decoding.streams import Stopped
-from moecache.integrations.transformers import _following
-from moecache.integrations.transformers.continuing import Text, has_loop
-from moecache.integrations.transformers.together import Together
+from moecache.serving.model import ServedModel, ServedText, ServedTogether
 
 
 class Job(Protocol):
     """A text that is wanted; all is called in the thread that generates."""
 
-    def begin(self) -> Text:
+    def begin(self) -> ServedText:
         """Return the text, whose prompt is still to be read."""
 
     def end(self) -> None:
         """Take note of a text that is over, and has not failed."""
 
     def run(self) -> None:
-        """Generate the text where it goes alone, as transformers does it."""
+        """Generate the text where it goes alone, as a whole."""
 
 
 class Generating:
@@ -30,10 +28,10 @@ class Generating:
 
     Parameters
     ----------
-    model : PreTrainedModel
+    model : ServedModel
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._thread = ThreadPoolExecutor(1, "moecache-generate")
         self._lock = threading.Lock()
@@ -42,7 +40,7 @@ class Generating:
 
     def submit(self, job: Job) -> "Future[None]":
         """Begin a job as soon as may be; the future has its error."""
-        if is_alone(self._model):
+        if self._model.is_alone:
             return self._thread.submit(job.run)
         future: Future[None] = Future()
         with self._lock:
@@ -58,13 +56,11 @@ class Generating:
 
     def _work(self) -> None:
         """Generate until there is nothing left."""
-        together = Together(self._model)
-        going: dict[Text, tuple[Job, Future[None]]] = {}
+        together = self._model.together()
+        going: dict[ServedText, tuple[Job, Future[None]]] = {}
         try:
             while self._take_in(together, going):
                 for text in together.advance():
-                    # Before its turn is passed on.
-                    text.forget()
                     _end(text, *going.pop(text))
         except BaseException as error:
             with self._lock:
@@ -74,7 +70,9 @@ class Generating:
                     future.set_exception(error)
             raise
 
-    def _take_in(self, together: Together, going: "dict[Text, tuple[Job, Future[None]]]") -> bool:
+    def _take_in(
+        self, together: ServedTogether, going: "dict[ServedText, tuple[Job, Future[None]]]"
+    ) -> bool:
         """Begin what was submitted meanwhile; return whether there is anything to do."""
         with self._lock:
             new, self._new = self._new, []
@@ -97,27 +95,18 @@ class Generating:
         return True
 
 
-def _end(text: Text, job: Job, future: "Future[None]") -> None:
+def _end(text: ServedText, job: Job, future: "Future[None]") -> None:
+    error = text.error
     try:
-        if text.error is not None:
-            raise text.error
+        # Before its turn is passed on.
+        text.forget()
+    except Exception as failure:  # noqa: BLE001 - the future's, and no other job's
+        error = error or failure
+    try:
+        if error is not None:
+            raise error
         job.end()
     except Exception as error:  # noqa: BLE001 - the future's, and no other job's
         future.set_exception(error)
     else:
         future.set_result(None)
-
-
-def is_alone(model: Any) -> bool:
-    """Return whether a model's texts are generated as a whole, with nothing else meanwhile."""
-    return _following.ranks_of(model) is not None or not has_loop(model)
-
-
-def why_alone(model: Any) -> str:
-    """Return why a model's answers do not decode together; empty if they do."""
-    if _following.ranks_of(model) is not None:
-        return "its experts are spread over processes"
-    decoder = model.moecache.decoder
-    if not has_loop(model) or decoder is None:
-        return "its tokens are not computed by moecache's own loop and kernels"
-    return "" if decoder.is_ready() else f"no recipe: {decoder.reason}"

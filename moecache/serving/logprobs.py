@@ -41,7 +41,7 @@ class NotingSampler(Sampler):
     prompt : iterable of int
     num_top : int
         Likeliest tokens that are noted at each place.
-    tokenizer : PreTrainedTokenizerBase
+    tokenizer : FileTokenizer or PreTrainedTokenizerBase
 
     Attributes
     ----------

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from moecache.integrations.transformers.answer_parts import Piece
+from moecache.integrations.answer_parts import Piece
 from moecache.serving.answer import Cost
 from moecache.serving.errors import message_error
 from moecache.serving.logprobs import Noted

@@ -3,7 +3,6 @@
 from typing import Any
 
 from moecache import __version__
-from moecache.integrations.transformers.continuing import sampling_of
 from moecache.serving.answer import Answer
 from moecache.serving.engine import Engine
 from moecache.serving.requests import Asked
@@ -74,7 +73,7 @@ def _params(engine: Engine, asked: Asked | None) -> dict[str, Any]:
     if asked is not None:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: getattr(asked, name) for name in names}
-    drawn = sampling_of(engine.model, 0 if asked is None else asked.seed, **given)
+    drawn = engine.model.sampling_of(0 if asked is None else asked.seed, **given)
     return {
         "n_predict": engine.most_tokens
         if asked is None

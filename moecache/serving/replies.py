@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moecache.integrations.transformers.answer_parts import Piece
+from moecache.integrations.answer_parts import Piece
 from moecache.serving.answer import Cost
 from moecache.serving.errors import error_body
 from moecache.serving.logprobs import Noted, chat_logprobs, completion_logprobs

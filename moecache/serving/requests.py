@@ -8,7 +8,7 @@ from typing import Any
 
 from moecache.decoding.sampler import Mask
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.answer_parts import AnswerParser
+from moecache.integrations.answer_parts import AnswerParser
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of, texts_of
 from moecache.serving.grammars import Grammar

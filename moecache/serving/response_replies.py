@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from moecache.integrations.transformers.answer_parts import Piece
+from moecache.integrations.answer_parts import Piece
 from moecache.serving.answer import Cost
 from moecache.serving.errors import error_body
 from moecache.serving.logprobs import Noted

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers import generation
 from moecache.serving.bodies import Bodies, disconnected
 from moecache.serving.engine import Engine
 from moecache.serving.errors import RequestError
@@ -29,7 +28,7 @@ class Tokens:
     ----------
     engine : Engine
     bodies : Bodies
-    work : callable (PreTrainedTokenizerBase, bytearray)
+    work : callable (tokenizer, bytearray)
         Returns the answer to a request: `tokenize` or `count_tokens`, each with its first argument,
         or `detokenize`.
     """
@@ -110,7 +109,7 @@ def count_tokens(engine: Engine, tokenizer: Any, body: bytes | bytearray) -> dic
     )
     assert asked.messages is not None
     try:
-        prompt = generation.encode_chat(tokenizer, asked.messages, asked.template)
+        prompt = engine.model.encode_chat(tokenizer, asked.messages, asked.template)
     except ConfigError as error:
         raise RequestError(400, str(error), param="messages") from error
     return {"input_tokens": prompt.shape[1]}

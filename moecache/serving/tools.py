@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.answer_parts import AnswerFormat
+from moecache.integrations.answer_parts import AnswerFormat
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, refuse, text_of
 from moecache.serving.grammars import Grammar

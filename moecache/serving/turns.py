@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moecache.decoding.prefixes import PrefixCache
-from moecache.integrations.transformers.prompts import bytes_per_token
 from moecache.serving.answer import Answer
 from moecache.serving.errors import RequestError
+from moecache.serving.model import ServedModel
 
 # Tokens of an answer for which there has to be memory when its turn comes: few have more.
 COUNTED_TOKENS = 1024
@@ -48,14 +48,14 @@ class Turns:
 
     Parameters
     ----------
-    model : PreTrainedModel
+    model : ServedModel
     most : int
         Turns at a time.
     prefixes : PrefixCache, optional
         Whose memory is not free, though it is not used yet.
     """
 
-    def __init__(self, model: Any, most: int, prefixes: PrefixCache | None = None) -> None:
+    def __init__(self, model: ServedModel, most: int, prefixes: PrefixCache | None = None) -> None:
         self._model = model
         self._prefixes = prefixes
         self._most = most
@@ -145,7 +145,7 @@ class Turns:
         if not self._turns:
             return True
         wanted = turn.num_tokens + sum(each.num_unwritten for each in self._turns)
-        free: int = self._model.moecache.runtime.borrowed.room_bytes()
+        free: int = self._model.runtime.borrowed.room_bytes()
         if self._prefixes is not None:
             free -= max(0, self._prefixes.max_bytes - self._prefixes.stats().nbytes)
-        return wanted * bytes_per_token(self._model) <= free
+        return wanted * self._model.bytes_per_token <= free

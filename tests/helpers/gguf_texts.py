@@ -19,10 +19,13 @@ def parts_of(name: str, **settings: Any) -> tuple[Any, dict[str, Any], Tensors]:
     return model, known.metadata(model.config), known.tensors(model)
 
 
-def write_text_file(path: Path) -> Path:
+TEMPLATE = "{% for m in messages %}{{ m.content }}, {% endfor %}world"
+
+
+def write_text_file(path: Path, template: str = TEMPLATE) -> Path:
     """Write a quantized file with a tokenizer, whose template puts all messages into one line."""
     said = byte_level("qwen2", num_tokens=300)
-    said["tokenizer.chat_template"] = "{% for m in messages %}{{ m.content }}, {% endfor %}world"
+    said["tokenizer.chat_template"] = template
     num = len(said["tokenizer.ggml.tokens"])
     settings = {"hidden_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 512}
     _, metadata, tensors = parts_of("qwen3moe", vocab_size=num, **settings)

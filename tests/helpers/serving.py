@@ -61,26 +61,46 @@ def serving(
 ) -> Iterator[Served]:
     """Serve a checkpoint with a quarter of its experts in memory."""
     from moecache.integrations.transformers import generation, load
+    from moecache.integrations.transformers.served import Served as ByTorch
+
+    tokenizer = generation.load_tokenizer(str(directory))
+    model = load(directory, "25%", device, prefetch="off", compute=compute)
+    with model.moecache, _answering(ByTorch(model), tokenizer, directory, **options) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serving_file(path: Path, memory: str = "25%", **options: Any) -> Iterator[Served]:
+    """Serve a GGUF file without torch."""
+    from moecache.decoding.gguf import open_text_model
+    from moecache.decoding.gguf.served import Served as OfFile
+    from moecache.decoding.gguf.tokenizer import read_tokenizer
+
+    with open_text_model(path, memory, prefetch="off") as model:
+        tokenizer = read_tokenizer(model.runtime.store.metadata)
+        with _answering(OfFile(model), tokenizer, path, **options) as served:
+            yield served
+
+
+@contextlib.contextmanager
+def _answering(model: Any, tokenizer: Any, path: Path, **options: Any) -> Iterator[Served]:
     from moecache.serving.app import build_app
     from moecache.serving.engine import Engine
     from moecache.serving.server import Server, bind
 
-    tokenizer = generation.load_tokenizer(str(directory))
-    with contextlib.closing(bind("127.0.0.1", 0)) as bound:
-        model = load(directory, "25%", device, prefetch="off", compute=compute)
-        with (
-            model.moecache,
-            contextlib.closing(Engine(model, tokenizer, (directory.name,), **options)) as engine,
-        ):
-            server = Server(build_app(engine), engine)
-            thread = threading.Thread(target=server.run, args=([bound],), name="test-server")
-            thread.start()
-            try:
-                until(lambda: server.started)
-                yield Served(bound.getsockname()[1], engine, server, directory)
-            finally:
-                server.should_exit = True
-                thread.join()
+    with (
+        contextlib.closing(bind("127.0.0.1", 0)) as bound,
+        contextlib.closing(Engine(model, tokenizer, (path.name,), **options)) as engine,
+    ):
+        server = Server(build_app(engine), engine)
+        thread = threading.Thread(target=server.run, args=([bound],), name="test-server")
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield Served(bound.getsockname()[1], engine, server, path)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def until(holds: Callable[[], bool]) -> None:

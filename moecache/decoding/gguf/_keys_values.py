@@ -17,6 +17,8 @@ class TextCache:
     Parameters
     ----------
     num_layers, num_heads, width : int
+    name : int, optional
+        Of the text, if there are others beside it.
 
     Attributes
     ----------
@@ -24,8 +26,11 @@ class TextCache:
         Positions that are there.
     """
 
-    def __init__(self, num_layers: int, num_heads: int, width: int) -> None:
+    def __init__(
+        self, num_layers: int, num_heads: int, width: int, name: int | None = None
+    ) -> None:
         self.length = 0
+        self.name = name
         # Keys and values of all layers: one piece of memory, as mapping one waits for whoever
         # touches another.
         self._all = np.zeros((num_layers, 2, num_heads, 0, width), np.uint16)

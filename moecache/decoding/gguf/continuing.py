@@ -3,18 +3,63 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import moecache
-from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.gguf.model import TextModel
+from moecache.decoding.gguf.text import Text
 from moecache.decoding.prefixes import PAGE_TOKENS, PART_TOKENS, PrefixCache, describe_files
-from moecache.decoding.sampler import Mask, Sampler, next_token
+from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
+from moecache.errors import ConfigError
 from moecache.kernels import level
+
+
+def prompt_of(tokens: Sequence[int], num_tokens: int) -> np.ndarray:
+    """Return a prompt as an array, int64 [1, tokens].
+
+    Parameters
+    ----------
+    tokens : sequence of int
+    num_tokens : int
+        Tokens that the model knows.
+
+    Raises
+    ------
+    ConfigError
+        If there is no token, or one is of another model's.
+    """
+    if not tokens:
+        raise ConfigError("the prompt is empty; the model needs at least one token to start from")
+    if max(tokens) >= num_tokens:
+        raise ConfigError(
+            f"the prompt has token {max(tokens)}, but the model knows {num_tokens} tokens; "
+            "its tokenizer is of another model"
+        )
+    return np.array([tokens], np.int64)
+
+
+def sampling_of(seed: int = 0, **given: Any) -> Sampling:
+    """Return how tokens are drawn: what is given, else the likeliest, as GGUF files do not say it.
+
+    Parameters
+    ----------
+    seed : int, default 0
+    **given
+        Fields of `Sampling`; `None` is the default.
+
+    Raises
+    ------
+    ConfigError
+        If a number is out of its range.
+    """
+    # As transformers has it for a model without a generation_config.json.
+    drawn: dict[str, Any] = {"temperature": 0.0, "top_k": 50}
+    drawn |= {name: value for name, value in given.items() if value is not None}
+    return Sampling(seed=seed, **drawn)
 
 
 def continue_text(
@@ -50,36 +95,21 @@ def continue_text(
     Stopped
         If the stream wants no more.
     """
-    tokens = list(prompt)
-    num_left = min(max_new_tokens, model.check_room(len(tokens)))
-    stream.put(np.array([tokens]))
-    known = [] if prefixes is None else prefixes.find(tokens, in_parts=True)
-    cache = model.new_cache(known, len(tokens))
-    num_known = stream.cached_tokens = cache.length
-    num_kept = num_known
-
-    def keep() -> None:
-        nonlocal num_kept
-        if prefixes is not None:
-            with suppress(MemoryError):  # a text is none the worse without
-                _keep(prefixes, tokens, cache, num_kept)
-            num_kept = cache.length
-
+    text = Text(
+        model,
+        prompt,
+        sampler,
+        stream,
+        max_new_tokens=max_new_tokens,
+        mask=mask,
+        prefixes=prefixes,
+    )
     try:
-        logits = model.read(tokens[num_known:], cache, lambda num: stream.read(num_known + num))
-        while True:
-            token = next_token(sampler, logits, mask)
-            tokens.append(token)
-            num_left -= 1
-            stream.put(np.array([[token]]))
-            if len(tokens) == len(prompt) + 1:
-                # By itself: a file is found by the tokens that it ends with.
-                keep()
-            if token in model.ends or num_left < 1:
-                break
-            logits = model.read([token], cache)
+        text.read(len(prompt))
+        while not text.is_over:
+            text.step()
     finally:
-        keep()
+        text.forget()
     stream.end()
 
 
@@ -116,14 +146,3 @@ def open_prefixes(
         directory=directory,
         max_disk_bytes=max_disk_bytes,
     )
-
-
-def _keep(prefixes: PrefixCache, tokens: list[int], cache: TextCache, num_kept: int) -> None:
-    """Keep the pages of a cache's tokens that were not kept as a whole, one after the other."""
-    size, part, num = prefixes.page_tokens, prefixes.part_tokens, cache.length
-    if num // part == num_kept // part:
-        return
-    for begin in range(num_kept // size * size, num, size):
-        end = min(begin + size, num)
-        # A copy at a time: all of a long text would take as much again.
-        prefixes.keep(tokens[:end], [cache.page(begin, end)], in_parts=True)

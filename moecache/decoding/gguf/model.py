@@ -2,11 +2,10 @@
 
 import itertools
 import operator
-import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -18,15 +17,11 @@ from moecache.decoding.look_ahead import LookAhead, observer
 from moecache.decoding.prefixes import Page, num_positions
 from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel
-from moecache.runtime.open import open as open_runtime
 from moecache.runtime.runtime import ExpertRuntime
-from moecache.stores import GgufStore, open_store
-from moecache.units import format_bytes, parse_bytes
+from moecache.units import format_bytes
 
 # Tokens of a prompt that go through a layer together: its experts are read once for all of them.
 PROMPT_TOKENS = 512
-# Options of `moecache.Options` that are this module's own to give.
-_OWN = {"device", "dtype", "layers", "makes_room", "share", "top_k"}
 
 
 class TextModel:
@@ -36,7 +31,7 @@ class TextModel:
     bits depend neither on where a prompt is cut, nor on slots or threads. A context manager. For
     one thread at a time.
 
-    Made by `open_text_model`.
+    Made by `opening.open_text_model`.
 
     Attributes
     ----------
@@ -76,7 +71,15 @@ class TextModel:
         """Number of tokens that have logits."""
         return int(self._recipe.head.matrix.rows)
 
-    def new_cache(self, known: Sequence[Page] = (), num_tokens: int = 0) -> TextCache:
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values."""
+        said = self._said
+        return 4 * said.num_layers * said.num_kv_heads * said.width
+
+    def new_cache(
+        self, known: Sequence[Page] = (), num_tokens: int = 0, name: int | None = None
+    ) -> TextCache:
         """Return a cache, for a text.
 
         Parameters
@@ -86,15 +89,19 @@ class TextModel:
             are none of this model's, and those behind them, are left out.
         num_tokens : int, default 0
             Of the whole text, as far as it is known: memory grows once.
+        name : int, optional
+            Of the text among others that go on beside it, for a policy to tell them apart.
         """
         said = self._said
-        cache = TextCache(said.num_layers, said.num_kv_heads, said.width)
+        cache = TextCache(said.num_layers, said.num_kv_heads, said.width, name)
         pages = list(itertools.takewhile(cache.fits, known))
-        if pages:
-            self.runtime.steps.check_usable()
-            with self._lock:
+        if not pages and not num_tokens:
+            return cache
+        self.runtime.steps.check_usable()
+        with self._lock:
+            self._grow(cache, max(num_tokens, sum(map(num_positions, pages))))
+            if pages:
                 self.runtime.begin_sequence()
-                self._grow(cache, max(num_tokens, sum(map(num_positions, pages))))
                 cache.restore(pages)
         return cache
 
@@ -151,6 +158,64 @@ class TextModel:
             for start in range(0, num, PROMPT_TOKENS):
                 self._compute(program, tokens, start, cache, on_read)
             logits: np.ndarray = program.logits_of(1)[0, 0]
+        return logits
+
+    def read_together(self, ids: Sequence[int], caches: Sequence[TextCache]) -> np.ndarray:
+        """Put a token behind those of each of some caches, and return the logits after each.
+
+        A row's bits are those that it has alone. What hits or misses is counted once.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            1 to 16.
+        caches : sequence of TextCache
+            As many, each of a text that has begun.
+
+        Returns
+        -------
+        ndarray of float32, shape [num_texts, vocabulary]
+
+        Raises
+        ------
+        ConfigError
+            If there are none or too many, two have one cache, or there is no room in a context.
+        IndexError, TypeError
+            As `read`.
+        StoreError
+            If an expert cannot be read. All caches are as they were.
+        """
+        tokens = [operator.index(token) for token in ids]
+        num = len(tokens)
+        if not 1 <= num <= MAX_ROWS or len({id(cache) for cache in caches}) != num:
+            raise ConfigError(
+                f"{num} tokens and {len(caches)} caches; 1 to {MAX_ROWS} decode, each with its own"
+            )
+        for cache in caches:
+            if not 0 < cache.length < self.context:
+                raise ConfigError(
+                    f"a token after {cache.length} is no text of the model's {self.context}"
+                )
+        names = [cache.name for cache in caches]
+        sequences = None if None in names else np.array(names, np.int32)
+        self.runtime.steps.check_usable()
+        with self._lock:
+            for cache in caches:
+                self._grow(cache, 1)
+            program, lengths = self._step, np.array([cache.length for cache in caches])
+            self._embed(tokens, program.hidden[:num])
+            program.begin_together(
+                [cache.pages(1) for cache in caches],
+                lengths,
+                *self._said.angles(lengths),
+                observe=observer(self.runtime.steps, program, self._look_ahead),
+                sequences=sequences,
+            )
+            self._run(program, num, self._look_ahead, sequences)
+            for cache in caches:
+                cache.length += 1
+            self._num_steps += 1
+            logits: np.ndarray = program.logits_of(1)[:, 0]
         return logits
 
     def report(self) -> str:
@@ -210,11 +275,11 @@ class TextModel:
         on_read: Callable[[int], object],
     ) -> None:
         """Compute a part of some tokens behind a cache, into it."""
-        steps = self.runtime.steps
         ids = tokens[start : start + PROMPT_TOKENS]
         num = len(ids)
         # Nothing is foreseen of a prompt.
         look_ahead = self._look_ahead if num <= MAX_ROWS else None
+        names = None if num > 1 or cache.name is None else np.array([cache.name], np.int32)
         pages = cache.pages(num)
         self._embed(ids, program.hidden[:num])
         cos, sin = self._said.angles(np.arange(cache.length, cache.length + num))
@@ -225,34 +290,51 @@ class TextModel:
             np.zeros(1, np.int64),
             cos,
             sin,
-            observe=observer(steps, program, look_ahead),
+            observe=observer(self.runtime.steps, program, look_ahead),
+            sequences=names,
         )
-        missed = program.run()
-        while missed >= 0:
-            if look_ahead is not None:
-                look_ahead.follow(missed, program.foresee)
-            self._wait_for(missed, program, num)
+
+        def on_layer(missed: int) -> None:
             if num > MAX_ROWS:
                 on_read(start + num * missed // self._said.num_layers)
-            program.resume()
-            missed = program.run()
-        if program.num_resident:
-            steps.count_leased(program.num_resident)
+
+        self._run(program, num, look_ahead, names, on_layer)
         self._num_steps += num == 1
         cache.length += num
         on_read(start + num)
 
-    def _wait_for(self, number: int, program: Program, num: int) -> None:
+    def _run(
+        self,
+        program: Program,
+        num: int,
+        look_ahead: LookAhead | None,
+        names: np.ndarray | None,
+        on_layer: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """Run a call that has begun, of so many rows, to its end."""
+        steps = self.runtime.steps
+        missed = program.run()
+        while missed >= 0:
+            if look_ahead is not None:
+                look_ahead.follow(missed, program.foresee)
+            self._wait_for(missed, program, num, names)
+            on_layer(missed)
+            program.resume()
+            missed = program.run()
+        if program.num_resident:
+            steps.count_leased(program.num_resident)
+
+    def _wait_for(self, number: int, program: Program, num: int, names: np.ndarray | None) -> None:
         """Compute a layer's experts as they arrive."""
         kernel, steps = self._kernels[number], self.runtime.steps
         if num == 1:
-            steps.compute_token(number, program.ids[:1], program.compute, None)
+            steps.compute_token(number, program.ids[:1], program.compute, names)
             return
         width = program.hidden.shape[1]
         given = kernel.inputs_at(program.normed.ctypes.data, "f32", num, 4 * width)
         into = program.rows.ctypes.data, "f32", 4 * width
         ids = program.ids[:num]
-        waves = steps.waves(number, ids)
+        waves = steps.waves(number, ids, sequences=names)
         try:
             for wave in waves:
                 kernel.compute_at(wave.slots, wave.offsets, wave.pairs, ids.shape[1], given, *into)
@@ -267,77 +349,3 @@ class TextModel:
         found = LookAhead(self.runtime.predictor)
         self.runtime.use_predictor(found, "router" if is_forced else "auto")
         return found
-
-
-def open_text_model(
-    path: str | os.PathLike[str] | GgufStore,
-    memory: int | str | None = None,
-    *,
-    prefix_memory: int | str = 0,
-    on_trunk: Callable[[FileModel, Trunk], object] = lambda *_: None,
-    **options: Any,
-) -> TextModel:
-    """Open a GGUF file's model to compute text with it, without torch.
-
-    Parameters
-    ----------
-    path : str, Path or GgufStore
-        One that is open is closed with the model, and also on an error.
-    memory : int or str, optional
-        For the experts' slots, as `moecache.open` takes it; the trunk comes on top.
-    prefix_memory : int or str, default 0
-        That a cache of texts' pages will take, as `continuing.open_prefixes` makes one.
-    on_trunk : callable (FileModel, Trunk), optional
-        Given, as the trunk's reads begin, what the file says, and the trunk, whose `progress` says
-        how far it is.
-    **options
-        Those of `moecache.Options` that say how experts are kept and read: not `device`, `dtype`,
-        `layers`, `makes_room`, `share` or `top_k`. `prefetch` may also be "router": the next
-        layer's router, given this layer's input.
-
-    Returns
-    -------
-    TextModel
-        A context manager; `close` it.
-
-    Raises
-    ------
-    NoTextModelError
-        If the file's model runs with torch alone.
-    ConfigError
-        If an option cannot be used.
-    StoreError
-        If the file cannot be read, or is another one at the end.
-    """
-    given = sorted(_OWN & options.keys())
-    if given:
-        raise ConfigError(f"{', '.join(given)} cannot be given for a model without torch")
-    store = path if isinstance(path, GgufStore) else open_store(path)
-    runtime = trunk = None
-    try:
-        if not isinstance(store, GgufStore):
-            raise ConfigError(f"{path}: is no GGUF file")
-        said = FileModel(store)
-        is_forced = options.get("prefetch") == "router"
-        if is_forced:
-            # It still guesses for the first layer.
-            options["prefetch"] = "echo"
-        host_bytes = said.trunk_bytes + said.prompt_bytes(PROMPT_TOKENS)
-        options["host_bytes"] = options.get("host_bytes", host_bytes) + parse_bytes(prefix_memory)
-        # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
-        runtime = open_runtime(store, memory, makes_room=True, **options)
-        trunk = Trunk(store, said.names())
-        on_trunk(said, trunk)
-        model = TextModel(said, runtime, trunk, looks_ahead=is_forced)
-        trunk.close()
-        # A trunk and experts of two versions would be no model.
-        store.check_current()
-    except BaseException:
-        # Its threads read from the store.
-        if trunk is not None:
-            trunk.close()
-        if runtime is not None:
-            runtime.close()
-        store.close()
-        raise
-    return model

@@ -18,6 +18,7 @@ from moecache.decoding.recipe import (
     Rotation,
     Router,
 )
+from moecache.decoding.room import room_behind
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat
 from moecache.kernels import SlotKernel, tiler
@@ -128,12 +129,9 @@ class FileModel:
         ConfigError
             If none does.
         """
-        if num_tokens >= self.context:
-            raise ConfigError(
-                f"the prompt of {num_tokens} tokens leaves no room for new ones; the model takes "
-                f"{self.context}"
-            )
-        return self.context - num_tokens
+        room = room_behind(num_tokens, self.context)
+        assert room is not None
+        return room
 
     def names(self) -> list[str]:
         """Return the names of the trunk's tensors, in the order of the file."""

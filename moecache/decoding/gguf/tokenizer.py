@@ -47,16 +47,52 @@ class FileTokenizer:
         """Return the number of tokens."""
         return int(self.backend_tokenizer.get_vocab_size())
 
+    def __deepcopy__(self, _: object) -> "FileTokenizer":
+        """Return this one: nothing of it changes, and any thread may use it."""
+        return self
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """Return a text's tokens as `input_ids`, as transformers' tokenizers do."""
+        found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": found.ids}
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The template, by transformers' name."""
+        return self.template
+
+    @property
+    def bos_token(self) -> str | None:
+        """What texts begin with."""
+        return self.special.get("bos")
+
+    @property
+    def eos_token(self) -> str | None:
+        """What texts end with."""
+        return self.special.get("eos")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Its number."""
+        found: int | None = self.backend_tokenizer.token_to_id(self.eos_token or "")
+        return found
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Tokens that are no text."""
+        added = self.backend_tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, with those that it begins with; it goes on behind them."""
-        ids: list[int] = self.backend_tokenizer.encode(text).ids
-        eos = self.special.get("eos")
-        is_closed = (
-            bool(ids) and eos is not None and ids[-1] == self.backend_tokenizer.token_to_id(eos)
-        )
-        return ids[:-1] if is_closed else ids
+        ids = self(text)["input_ids"]
+        return ids[:-1] if ids and ids[-1] == self.eos_token_id else ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Return a conversation's tokens with the beginning of an answer.
 
         Raises
@@ -64,11 +100,17 @@ class FileTokenizer:
         ConfigError
             As `chat.render`.
         """
-        text = render(self.template, messages, self.special)
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self(self.render_chat(messages, variables), add_special_tokens=False)["input_ids"]
 
-    def decode(self, ids: list[int], *, skip_special_tokens: bool, **_: object) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of which `encode_chat` makes tokens."""
+        return render(self.template, messages, self.special, variables)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False, **_: object) -> str:
         """Return the text of tokens, as transformers' tokenizers do."""
         text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text

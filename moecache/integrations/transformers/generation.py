@@ -14,6 +14,7 @@ import transformers
 
 from moecache.decoding.gguf.chat import no_template, template_failed
 from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.room import room_behind
 from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, StoreError
@@ -23,7 +24,6 @@ from moecache.integrations.transformers._damage import Damage, check_sizes
 from moecache.integrations.transformers._following import announced
 from moecache.integrations.transformers.continuing import (
     continue_text,
-    ends_of,
     sampling_of,
 )
 from moecache.stores import CheckpointStore, GgufStore, is_gguf, open_store
@@ -207,42 +207,10 @@ def _prompt_of(ids: list[int]) -> torch.Tensor:
     return torch.tensor([ids], dtype=torch.int64)
 
 
-def context_of(model: Any, most: int | None = None) -> int | None:
-    """Return the tokens that a model takes, `most` if that is fewer; `None` if there is no end."""
+def own_context(model: Any) -> int | None:
+    """Return the tokens that a model takes; `None` if there is no end."""
     own: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return own if most is None else most if own is None else min(own, most)
-
-
-def find_room(
-    model: Any, prompt_tokens: int, *, context_tokens: int | None = None, at_least: bool = False
-) -> int | None:
-    """Return how many tokens fit into the context after a prompt; `None` if it has no end.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-    prompt_tokens : int
-    context_tokens : int, optional
-        A bound below the model's own.
-    at_least : bool, default False
-        Whether the prompt may have more tokens than that, as the message then says.
-
-    Raises
-    ------
-    ConfigError
-        If there is no room for one.
-    """
-    context = context_of(model, context_tokens)
-    if context is None:
-        return None
-    if context <= prompt_tokens:
-        own = context_of(model)
-        whose = "the model" if own == context else "the server"
-        raise ConfigError(
-            f"the prompt of {'at least ' if at_least else ''}{prompt_tokens} tokens leaves no room "
-            f"for new ones; {whose} takes {context}"
-        )
-    return int(context - prompt_tokens)
+    return own
 
 
 def check_between_layers(model: Any, streamer: TokenTimes) -> contextlib.ExitStack:
@@ -275,7 +243,7 @@ def check_text(
         If the prompt leaves no room for a token, or is of another model's tokens, or a number is
         out of its range.
     """
-    room = find_room(model, prompt.shape[1])
+    room = room_behind(prompt.shape[1], own_context(model))
     vocabulary = model.config.get_text_config().vocab_size
     if prompt.max() >= vocabulary:
         raise ConfigError(
@@ -354,8 +322,3 @@ def continue_tokens(
     except Stopped:
         streamer.end()
     return max_new_tokens
-
-
-def has_ended(model: Any, tokens: Sequence[int]) -> bool:
-    """Return whether the last token is one with which the model ends its texts."""
-    return bool(tokens) and tokens[-1] in ends_of(model)

@@ -1,17 +1,18 @@
-"""Together: several texts of one model that go on side by side."""
+"""Together: several texts of transformers' model that go on side by side."""
 
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from moecache.decoding._program import MAX_ROWS
 from moecache.decoding.prefixes import PAGE_TOKENS
 from moecache.decoding.streams import Stopped
+from moecache.decoding.together import TextsTogether
+from moecache.integrations.transformers._damage import Damage
 from moecache.integrations.transformers.continuing import Text
 from moecache.integrations.transformers.generation import blamed, check_between_layers
 from moecache.integrations.transformers.prompts import (
@@ -24,12 +25,11 @@ from moecache.integrations.transformers.prompts import (
 logger = logging.getLogger(__name__)
 
 
-class Together:
-    """Goes on with several texts: their next tokens come from one call, if the model decodes so.
+class Together(TextsTogether[Text]):
+    """Goes on with several texts of transformers' model.
 
-    A page's worth of prompts is read between two of these calls, prompts take turns; short ones go
-    through the model together, so that an expert is read once for them. Each text has the
-    tokens that it has alone. Not for two threads at once.
+    A page's worth of prompts is read between two calls, prompts take turns; short ones go through
+    the model together, so that an expert is read once for them.
 
     Parameters
     ----------
@@ -38,43 +38,18 @@ class Together:
     """
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         self._model = model
-        self._texts: list[Text] = []
-
-    def add(self, text: Text) -> None:
-        """Take a text in, whose prompt is still to be read."""
-        self._texts.append(text)
 
     @torch.no_grad()
     def advance(self) -> list[Text]:
-        """Read a page's worth of prompts, and take a step of each text that has read its own.
+        """Read a page's worth of prompts, and take a step of each text that has read its own."""
+        return super().advance()
 
-        An error ends the text that it is of, and no other.
-
-        Returns
-        -------
-        list of Text
-            Those that are over; their `error` says how, where they have failed. They are left to
-            the caller.
-        """
-        for text in self._texts:
-            # Nobody wants it any more.
-            if text.streamer.stopped:
-                self._do(text, text.streamer.check)
-        going = [text for text in self._texts if not text.is_over]
-        reading = [text for text in going if text.is_reading]
-        steps = [text for text in going if not text.is_reading]
-        if reading:
-            # Experts are read once for a whole span, where nobody waits for it.
-            self._read_some(reading, 1 if steps else SPAN_PAGES)
-        for begin in range(0, len(steps), MAX_ROWS):
-            self._step(steps[begin : begin + MAX_ROWS])
-        over = [text for text in self._texts if text.is_over]
-        self._texts = [text for text in self._texts if not text.is_over]
-        return over
-
-    def _read_some(self, reading: Sequence[Text], num_pages: int) -> None:
+    def _read_some(self, reading: Sequence[Text], *, are_steps: bool) -> None:
         """Read on in the first of some prompts; short ones go with it, a page's worth in all."""
+        # Experts are read once for a whole span, where nobody waits for it.
+        num_pages = 1 if are_steps else SPAN_PAGES
         reading = [text for text in reading if not any(map(text.will_find, reading))]
         picked: dict[Text, Span] = {}
         with contextlib.suppress(Exception):  # comes again, to the text that it is of
@@ -83,9 +58,7 @@ class Together:
             self._read_together(picked)
         else:
             self._do(reading[0], lambda: self._read(reading[0], num_pages))
-        for text in picked or reading[:1]:
-            self._texts.remove(text)
-            self._texts.append(text)
+        self._pass_on([*picked] or reading[:1])
 
     def _pick(self, reading: Sequence[Text]) -> dict[Text, Span]:
         """Return the prompts that go through the model together, the first one among them.
@@ -144,41 +117,13 @@ class Together:
                 stack.enter_context(check_between_layers(self._model, text.streamer))
             text.read(num_pages)
 
-    def _step(self, texts: Sequence[Text]) -> None:
-        rows = self._logits(texts) if len(texts) > 1 else None
-        if rows is None:
-            for text in texts:
-                self._do(text, text.step)
-            return
-        for text, row in zip(texts, rows, strict=True):
-            self._take(text, row)
-
-    def _take(self, text: Text, row: np.ndarray) -> None:
-        self._do(text, lambda: text.take(row))
-
     def _logits(self, texts: Sequence[Text]) -> np.ndarray | None:
-        """Return the logits after each text's last token; `None` if they have to go alone."""
         decoder = self._model.moecache.decoder
         if decoder is None:
             return None
         tokens = [text.token for text in texts]
-        try:
-            found: np.ndarray | None = decoder.step_together(tokens, [text.cache for text in texts])
-        except Exception as error:  # noqa: BLE001 - it comes again, to the text that it is of
-            # All caches are as they were. An expert that cannot be read is not every text's.
-            logger.info("texts.apart num=%d %s: %s", len(texts), type(error).__name__, error)
-            return None
+        found: np.ndarray | None = decoder.step_together(tokens, [text.cache for text in texts])
         return found
 
-    def _do(self, text: Text, action: Callable[[], object]) -> None:
-        """Do something for a text; note how it ends by it."""
-        try:
-            with blamed(self._model):
-                try:
-                    action()
-                except Stopped:
-                    text.is_over = True
-                if text.is_over:
-                    text.streamer.end()
-        except Exception as error:  # noqa: BLE001 - the caller has it raised where it belongs
-            text.error, text.is_over = error, True
+    def _blaming(self) -> Damage:
+        return blamed(self._model)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moecache.errors import MissingDependencyError
+
 _THINK = {"open": "<think>", "close": "</think>", "content": "text"}
 # Text that is in no other part.
 _CONTENT: dict[str, Any] = {"content": "text"}
@@ -163,6 +165,32 @@ _HARMONY = {
 }
 
 
+def check_parser(tokenizer: Any) -> None:
+    """Have transformers' parser there if a tokenizer's model writes answers of several parts.
+
+    Its import takes most of a second, and needs no torch.
+
+    Raises
+    ------
+    MissingDependencyError
+        If transformers is not installed.
+    """
+    if format_of(tokenizer) is not None:
+        parser_class()
+
+
+def parser_class() -> Any:
+    """Return transformers' parser of answers."""
+    try:
+        from transformers.utils.chat_parsing.response_parser import ResponseParser
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the model's answers have thoughts or calls, which transformers' parser takes apart; "
+            "install it with: pip install 'transformers>=5.8,<6'"
+        ) from error
+    return ResponseParser
+
+
 class AnswerParser:
     """Takes an answer apart as it comes.
 
@@ -195,8 +223,6 @@ class AnswerParser:
         *,
         are_many: bool = True,
     ) -> None:
-        from transformers.utils.chat_parsing.response_parser import ResponseParser
-
         self._field = ""
         self._body = self._blanks = ""
         self._is_plain, self._has_begun, self._is_over = format is None, False, False
@@ -206,16 +232,17 @@ class AnswerParser:
         self._are_many = are_many
         if format is None:
             return
+        make_parser = parser_class()
         self._format = format
         known: Any = list(tools)
         self._names = {tool["function"]["name"] for tool in known}
         if format.own is not None:
-            self._parser = ResponseParser(format.own, prefix=prompt, tools=known)
+            self._parser = make_parser(format.own, prefix=prompt, tools=known)
             events = self._parser.initial_events
         else:
             # An anchor is for the prefix alone, of which there is none.
             description = {"start_anchor": "<think>", "fields": format.fields}
-            self._parser = ResponseParser(description, prefix="", tools=known)
+            self._parser = make_parser(description, prefix="", tools=known)
             opens = prompt.rstrip().endswith("<think>") and "reasoning_content" in format.fields
             events = self._parser.feed("<think>") if opens else []
         self._pieces(events)

@@ -6,8 +6,6 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 _LETTERS = (string.ascii_letters + string.digits).encode()
 _NO_LETTERS = bytes(byte for byte in range(256) if byte not in _LETTERS)
 # "▁" stands for a space, and so do "Ġ" and its neighbours for bytes of spaces and line ends.
@@ -32,7 +30,9 @@ class TokenBound:
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
+    tokenizer : FileTokenizer or PreTrainedTokenizerBase
+    is_plain : bool
+        Whether nothing but its `backend_tokenizer` splits texts.
 
     Attributes
     ----------
@@ -40,9 +40,9 @@ class TokenBound:
         Letters and digits of the longest token; `None` where nothing is proven of this tokenizer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, is_plain: bool) -> None:
         self.most_letters: int | None = None
-        if not _is_plain(tokenizer):
+        if not is_plain:
             return
         backend = tokenizer.backend_tokenizer
         vocabulary = backend.get_vocab(with_added_tokens=False)
@@ -64,14 +64,6 @@ class TokenBound:
         num_letters = len(text.encode().translate(None, _NO_LETTERS))
         # `encode` takes a token away that closes the text.
         return max(0, -(-num_letters // self.most_letters) - 1)
-
-
-def _is_plain(tokenizer: Any) -> bool:
-    """Return whether the library's own code splits texts: subclasses do what they like."""
-    names = ("__call__", "_encode_plus", "apply_chat_template")
-    return isinstance(tokenizer, PreTrainedTokenizerFast) and all(
-        getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in names
-    )
 
 
 def _is_byte_level(backend: Any) -> bool:

@@ -170,6 +170,9 @@ def test_what_a_server_says_of_a_files_tokens(served: Served) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     code, message = refusal(served, "/v1/chat/completions", **chat, tools=tools)
     assert (code, "chat template has no functions" in message) == (400, True)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(served, "/v1/chat/completions", **chat, chat_template_kwargs={"documents": []})
+    assert json.load(refused.value)["error"]["param"] == "chat_template_kwargs"
 
 
 def test_templates_see_what_a_request_gives(text_file: Path) -> None:

@@ -234,6 +234,8 @@ class Engine:
             self._find_room(prompt.shape[1])
         except ConfigError as error:
             field_ = "messages" if asked.is_chat else "prompt"
+            if "for a chat template to look at" in str(error):
+                field_ = "chat_template_kwargs"
             code = "context_length_exceeded" if "no room" in str(error) else None
             raise RequestError(400, str(error), param=field_, code=code) from error
         asked = self.checks.with_parser(asked, tokenizer, prompt[0].tolist())
@@ -312,10 +314,16 @@ class Engine:
             retry_s = min(_MOST_RETRY_S, max(1, round(wait_s)))
             raise RequestError(
                 503,
-                f"{self.num_waiting} requests wait already; ask again in {retry_s} s",
+                f"{self._waiting()}; ask again in {retry_s} s",
                 code="queue_full",
                 headers={"Retry-After": str(retry_s)},
             )
+
+    def _waiting(self) -> str:
+        """Return why there is no room, in words."""
+        if not self.num_waiting:
+            return "others are being answered, and none may wait"
+        return f"{self.num_waiting} requests wait already"
 
     def _finish(self, answer: Answer) -> None:
         """Note an answer that has ended; the next one begins."""

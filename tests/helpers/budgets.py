@@ -26,6 +26,7 @@ BUDGETS = {
     "tests/test_cuda_tokens.py": 10,
     "tests/test_transformers_cuda_fast.py": 10,
     "tests/test_cli_bench.py": 9,
+    "tests/test_cli_without_torch.py": 9,
     "tests/test_transformers_decoding.py": 9,
     "tests/test_transformers_families.py": 9,
     "tests/test_transformers_gguf.py": 9,
@@ -48,6 +49,7 @@ BUDGETS = {
     "tests/test_serving.py": 5,
     "tests/test_serving_page.py": 5,
     "tests/test_serving_parallel.py": 5,
+    "tests/test_serving_without_torch.py": 5,
     "tests/test_transformers_compile.py": 5,
 }
 # A run fails above this many times its budget: a busy sibling core counts.

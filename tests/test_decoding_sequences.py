@@ -61,6 +61,42 @@ def test_sequences_of_any_lengths_decode_together(kind: str, level: str) -> None
             assert np.array_equal(found, [alone[i] for alone in expected]), i
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_may_have_several_tokens_each(kind: str) -> None:
+    """As many as they like: a row's bits, and what is kept of it, are those of a token alone."""
+    recipe, program = program_of(kind)
+    tokens, counts = tokens_of(len(LENGTHS)), (3, 1, 5, 7)
+    caches, expected, pages = [], [], []
+    for own, length, count in zip(tokens, LENGTHS, counts, strict=True):
+        pages.append(pages_of(recipe, 1, length + count + 1))
+        alone = [call(program, pages[-1], own[None, i : i + 1], i) for i in range(length + count)]
+        expected.append(alone[-1][0, 0])
+        caches.append(pages_of(recipe, 1, length + count + 1))
+        for i in range(length):
+            call(program, caches[-1], own[None, i : i + 1], i)
+    ends = [length + count for length, count in zip(LENGTHS, counts, strict=True)]
+    spans = [*zip(LENGTHS, ends, strict=True)]
+    program.hidden[: sum(counts)] = np.concatenate(
+        [own[begin:end] for own, (begin, end) in zip(tokens, spans, strict=True)]
+    )
+    turns = np.array([angles(place) for begin, end in spans for place in range(begin, end)])
+    cos, sin = np.cos(turns).astype(np.float32), np.sin(turns).astype(np.float32)
+    program.begin_together(
+        caches, np.array(LENGTHS, np.int64), cos, sin, counts=np.array(counts, np.int64)
+    )
+    assert program.run() == -1
+    with pytest.raises(ConfigError, match="logits of 2 of 1 tokens"):
+        program.logits_of(2)
+    assert np.array_equal(program.logits_of(1)[:, 0], expected)
+    # What was kept: one more token of each.
+    more = tokens_of(len(LENGTHS))[:, 15]
+    apart = [
+        call(program, page, own[None, None], end)[0, 0]
+        for page, own, end in zip(pages, more, ends, strict=True)
+    ]
+    assert np.array_equal(call_together(program, caches, more, ends), apart)
+
+
 def test_sequences_may_have_dropped_what_their_windows_have_passed() -> None:
     """Each as many positions as it likes."""
     recipe, program = program_of("window")
@@ -106,6 +142,18 @@ def test_a_call_of_sequences_that_do_not_fit_is_refused() -> None:
         program.begin_together(caches[:2], np.zeros(2, np.int64), zeros[:3], zeros[:3])
     with pytest.raises(ConfigError, match="a cache of -1"):
         program.begin_together(caches[:1], np.full(1, -1), zeros[:1], zeros[:1])
+    lengths = np.zeros(2, np.int64)
+    for counts in ([1], [1, 0], [1, -1], [1, MAX_ROWS], [2**62, 2**62], [1.0, 1.0]):
+        with pytest.raises(ConfigError):
+            program.begin_together(
+                caches[:2], lengths, zeros[:2], zeros[:2], counts=np.array(counts)
+            )
+    with pytest.raises(ConfigError, match="no room for 3 tokens"):
+        program.begin_together(
+            caches[:2], lengths, zeros[:4], zeros[:4], counts=np.array([1, 3], np.int64)
+        )
+    with pytest.raises(ConfigError, match="logits of 1 of 0 tokens"):
+        program_of("plain")[1].logits_of(1)
     pair = pages_of(recipe, 2, 2)
     with pytest.raises(ConfigError, match="of 1 sequences"):
         call_together(program, [pair], tokens[:1, 0], [0])

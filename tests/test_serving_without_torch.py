@@ -281,6 +281,86 @@ def test_who_begins_alike_does_not_read_it_again(model: TextModel) -> None:
     assert not second.will_find(first)
 
 
+@pytest.mark.parametrize("counts", [(3, 4, 89), (1, 1), (20, 1), (256,), (100, 100, 56)])
+@pytest.mark.parametrize("begun", [0, 5])
+def test_prompts_go_through_the_model_together(
+    counts: tuple[int, ...], begun: int, model: TextModel
+) -> None:
+    """Each row has the bits that it has alone, as have its keys and values."""
+    prompts = [
+        [1 + (7 * row + number) % 200 for number in range(num + begun)]
+        for row, num in enumerate(counts)
+    ]
+    caches, apart = ([model.new_cache() for _ in counts] for _ in range(2))
+    if begun:
+        for cache, prompt in zip(caches, prompts, strict=True):
+            model.read(prompt[:begun], cache)
+    rows = model.read_together([one[begun:] for one in prompts], caches)
+    for prompt, cache, row, mine in zip(prompts, apart, rows, caches, strict=True):
+        assert np.array_equal(model.read(prompt, cache), row)
+        one, other = (each.page(0, len(prompt)) for each in (cache, mine))
+        assert all(
+            np.array_equal(a, b)
+            for x, y in zip(one, other, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+
+
+def test_short_prompts_have_their_first_tokens_at_once(model: TextModel) -> None:
+    """A page's worth of them; one that fails is alone with it, one that is stopped has none."""
+    texts = [made(model, prompt) for prompt in (*PROMPTS, [1 + n % 200 for n in range(300)])]
+    together = Together(model)
+    for text in texts:
+        together.add(text)
+    together.advance()
+    assert [text.is_reading for text in texts] == [False, False, False, True]
+    go_on(together, lambda: all(text.is_over for text in texts))
+    for text, prompt in zip(texts, PROMPTS, strict=False):
+        assert text.streamer.tokens == alone(model, prompt)
+
+    class Full:
+        """A mask that lets nothing through."""
+
+        def allowed(self) -> np.ndarray:
+            return np.zeros(model.vocabulary, bool)
+
+        def take(self, token: int) -> None:
+            raise AssertionError(token)
+
+    masked = made(model, [9, 8], mask=Full())
+    wanted, unwanted = made(model, PROMPTS[0]), made(model, PROMPTS[1])
+    for text in (masked, wanted, unwanted):
+        together.add(text)
+    unwanted.streamer.stopped = True
+    over = go_on(together, lambda: wanted.is_over)
+    assert set(over) == {masked, wanted, unwanted}
+    assert isinstance(masked.error, ConfigError)
+    assert (unwanted.error, unwanted.streamer.tokens) == (None, [])
+    assert wanted.streamer.tokens == alone(model, PROMPTS[0])
+
+
+def test_short_prompts_that_nobody_wants_end_between_layers(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them: one that is wanted goes on."""
+    wait, num_layers = TextModel._wait_for, list[int]()
+
+    def waited(self: TextModel, number: int, *given: Any) -> None:
+        num_layers.append(number)
+        for text in texts:
+            text.streamer.stopped = True
+        wait(self, number, *given)
+
+    texts = [made(model, prompt) for prompt in PROMPTS]
+    together = Together(model)
+    for text in texts:
+        together.add(text)
+    monkeypatch.setattr(TextModel, "_wait_for", waited)
+    assert set(together.advance()) == set(texts)
+    assert len(num_layers) == 1
+    assert [(text.error, text.streamer.tokens) for text in texts] == [(None, [])] * len(texts)
+
+
 def test_memory_of_a_prompt_grows_once(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is read in parts."""
     grow, sizes = TextCache._grow, list[int]()
@@ -391,22 +471,23 @@ def test_what_is_no_call_is_an_error(model: TextModel) -> None:
     """Nothing has changed after it."""
     begun = model.new_cache()
     logits = model.read([1, 2, 3], begun)
-    for ids, caches, error in (
+    for parts, caches, error in (
         ([], [], ConfigError),
-        ([1], [], ConfigError),
-        ([1, 2], [begun, begun], ConfigError),
-        ([1], [model.new_cache()], ConfigError),
-        ([1] * 17, [model.new_cache() for _ in range(17)], ConfigError),
-        ([10**6], [begun], IndexError),
-        (["a"], [begun], TypeError),
+        ([[1]], [], ConfigError),
+        ([[1], [2]], [begun, begun], ConfigError),
+        ([[1], []], [begun, model.new_cache()], ConfigError),
+        ([[1] * 300] * 2, [model.new_cache() for _ in range(2)], ConfigError),
+        ([[1] * 510], [begun], ConfigError),
+        ([[10**6]], [begun], IndexError),
+        ([["a"]], [begun], TypeError),
     ):
         with pytest.raises(error):
-            model.read_together(ids, caches)  # type: ignore[arg-type]
+            model.read_together(parts, caches)  # type: ignore[arg-type]
     assert begun.length == 3
     token = int(logits.argmax())
     copy = model.new_cache()
     model.read([1, 2, 3], copy)
-    together = model.read_together([token, token], [begun, copy])
+    together = model.read_together([[token], [token]], [begun, copy])
     assert np.array_equal(together[0], together[1])
     again = model.new_cache()
     model.read([1, 2, 3], again)

@@ -57,6 +57,7 @@ class Program:
         sin: np.ndarray,
         observe: Callable[[int, np.ndarray, np.ndarray | None], object] | None = None,
         *,
+        counts: np.ndarray | None = None,
         sequences: np.ndarray | None = None,
         is_spread: bool = False,
     ) -> None: ...

@@ -262,6 +262,9 @@ cdef class Program:
     cdef const uint8_t **given
     # The call.
     cdef int64_t at, num_rows, each, longest
+    # The row behind each sequence's last one, and how many the shortest of them has.
+    cdef cnp.ndarray ends
+    cdef int64_t fewest
     # Of each layer: what its rows see, and of which type it is.
     cdef mc_held *held
     cdef int *types
@@ -606,25 +609,28 @@ cdef class Program:
         MemoryError
         """
         cdef cnp.ndarray lengths = np.array([length], np.int64)
-        self._begin([pages], lengths, begins.size, each, begins, cos, sin, sequences)
+        cdef cnp.ndarray counts = np.array([each], np.int64)
+        self._begin([pages], lengths, begins.size, counts, begins, cos, sin, sequences)
         self.observe, self.is_spread = observe, is_spread
         self._attention()
 
     def begin_together(
         self, list caches not None, cnp.ndarray lengths not None, cnp.ndarray cos not None,
-        cnp.ndarray sin not None, observe=None, *, cnp.ndarray sequences=None,
-        bint is_spread=False
+        cnp.ndarray sin not None, observe=None, *, cnp.ndarray counts=None,
+        cnp.ndarray sequences=None, bint is_spread=False
     ):
-        """Begin a call for one new token of each of some sequences with caches of their own.
+        """Begin a call for new tokens of each of some sequences with caches of their own.
 
         Parameters
         ----------
         caches : list of list of KeyValues
-            Of each sequence one for each layer, of a batch of 1, with room for the new token.
+            Of each sequence one for each layer, of a batch of 1, with room for the new tokens.
         lengths : ndarray of int64, shape [num_sequences]
             Positions that are there, of each sequence.
-        cos, sin : ndarray of float32, shape [num_sequences, rotary_width / 2]
-            Of the tokens' positions.
+        cos, sin : ndarray of float32, shape [num_tokens, rotary_width / 2]
+            Of the tokens' positions, one sequence's after the other's.
+        counts : ndarray of int64, shape [num_sequences], optional
+            New tokens of each sequence; by default one.
         observe, sequences, is_spread
             As `begin`'s.
 
@@ -635,23 +641,37 @@ cdef class Program:
         MemoryError
         """
         cdef cnp.ndarray begins = np.zeros(len(caches), np.int64)
-        self._begin(caches, lengths, 1, 1, begins, cos, sin, sequences)
+        if counts is None:
+            counts = np.ones(len(caches), np.int64)
+        self._begin(caches, lengths, 1, counts, begins, cos, sin, sequences)
         self.observe, self.is_spread = observe, is_spread
         self._attention()
 
     cdef int _begin(
-        self, list caches, cnp.ndarray lengths, int64_t batch, int64_t each, cnp.ndarray begins,
-        cnp.ndarray cos, cnp.ndarray sin, cnp.ndarray sequences
+        self, list caches, cnp.ndarray lengths, int64_t batch, cnp.ndarray counts,
+        cnp.ndarray begins, cnp.ndarray cos, cnp.ndarray sin, cnp.ndarray sequences
     ) except -1:
-        """Check and note a call's rows: `each` for each of `batch` sequences of each cache."""
-        cdef int64_t i, j, num, longest = 0, most = 0
+        """Check and note a call's rows: `counts` for each of `batch` sequences of each cache."""
+        cdef int64_t i, j, num = 0, each = 0, longest = 0, most = 0
+        cdef const int64_t *of_cache
         cdef Layer *layer
         cdef float *scores
-        num = self.max_rows
-        if not 1 <= each <= num or not 1 <= batch <= num or not 1 <= len(caches) <= num:
-            raise ConfigError(f"{len(caches)} caches, {batch} rows, {each} tokens are no call")
-        num = len(caches) * batch * each
-        if num > self.max_rows or any([len(pages) != self.num_layers for pages in caches]):
+        if (
+            counts.dtype != np.int64 or counts.size != len(caches)
+            or not cnp.PyArray_IS_C_CONTIGUOUS(counts)
+        ):
+            raise ConfigError(f"{counts.size} {counts.dtype} are no tokens of {len(caches)}")
+        of_cache = <const int64_t *>cnp.PyArray_DATA(counts)
+        if not 1 <= batch <= self.max_rows or not 1 <= len(caches) <= self.max_rows:
+            raise ConfigError(f"{len(caches)} caches, {batch} rows are no call")
+        for i in range(len(caches)):
+            if not 1 <= of_cache[i] <= self.max_rows:
+                raise ConfigError(f"{of_cache[i]} tokens are no call")
+            num += of_cache[i] * batch
+            each = max(each, of_cache[i])
+            if num > self.max_rows:
+                raise ConfigError(f"{num} rows are no call of {self.max_rows} at most")
+        if any([len(pages) != self.num_layers for pages in caches]):
             raise ConfigError(f"{num} rows and {len(caches[0])} layers' pages are no call")
         if sequences is not None and (
             sequences.dtype != np.int32 or sequences.size != num
@@ -672,7 +692,7 @@ cdef class Program:
             raise ConfigError(f"{lengths.size} {lengths.dtype} are no lengths of {len(caches)}")
         for i in range(len(caches)):
             self._check_cache(
-                caches[i], (<const int64_t *>cnp.PyArray_DATA(lengths))[i], batch, each,
+                caches[i], (<const int64_t *>cnp.PyArray_DATA(lengths))[i], batch, of_cache[i],
                 <const int64_t *>cnp.PyArray_DATA(begins) + i * batch
             )
             longest = max(longest, (<const int64_t *>cnp.PyArray_DATA(lengths))[i])
@@ -695,9 +715,11 @@ cdef class Program:
             self.scores, self.num_scores = scores, i
         for i in range(self.num_layers):
             self._note_rows(
-                i, caches, <const int64_t *>cnp.PyArray_DATA(lengths), batch, each,
+                i, caches, <const int64_t *>cnp.PyArray_DATA(lengths), batch, of_cache,
                 <const int64_t *>cnp.PyArray_DATA(begins)
             )
+        self.ends = np.cumsum(np.repeat(counts, batch))
+        self.fewest = counts.min()
         self.caches, self.kept, self.sequences = caches, (cos, sin), sequences
         self.cos = <const float *>cnp.PyArray_DATA(cos)
         self.sin = <const float *>cnp.PyArray_DATA(sin)
@@ -731,8 +753,8 @@ cdef class Program:
         return 0
 
     cdef int _note_rows(
-        self, int64_t at, list caches, const int64_t *lengths, int64_t batch, int64_t each,
-        const int64_t *begins
+        self, int64_t at, list caches, const int64_t *lengths, int64_t batch,
+        const int64_t *counts, const int64_t *begins
     ) except -1:
         """Note what a layer's rows see."""
         cdef Layer *layer = &self.layers[at]
@@ -744,7 +766,7 @@ cdef class Program:
             self.types[at] = page.type
             size = 4 if page.type == MC_F32 else 2
             for sequence in range(batch):
-                for token in range(each):
+                for token in range(counts[i]):
                     held.key_head = page.capacity * layer.held * size
                     held.value_head = page.capacity * layer.value_held * size
                     held.keys = page.keys + sequence * page.heads * held.key_head
@@ -879,17 +901,18 @@ cdef class Program:
         -------
         ndarray of float32, shape [batch, num, vocabulary]
         """
-        cdef int64_t i, batch = self.num_rows // self.each, rows = self.head.matrix.rows
-        cdef int64_t hidden = self.hidden_size, first
+        cdef int64_t i, batch, rows = self.head.matrix.rows, hidden = self.hidden_size, first
+        cdef const int64_t *ends
         cdef const float *source = <const float *>cnp.PyArray_DATA(self.hidden)
         cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
         cdef cnp.ndarray out
-        if not 1 <= num <= self.each:
-            raise ConfigError(f"logits of {num} of {self.each} tokens")
+        if not 1 <= num <= self.fewest:
+            raise ConfigError(f"logits of {num} of {self.fewest} tokens")
+        batch, ends = self.ends.size, <const int64_t *>cnp.PyArray_DATA(self.ends)
         out = np.empty((batch, num, rows), np.float32)
         with nogil:
             for i in range(batch * num):
-                first = (i // num) * self.each + self.each - num + i % num
+                first = ends[i // num] - num + i % num
                 _norm(&self.norm, source + first * hidden, normed + i * hidden)
             self._multiply(
                 &self.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows

@@ -160,17 +160,23 @@ class TextModel:
             logits: np.ndarray = program.logits_of(1)[0, 0]
         return logits
 
-    def read_together(self, ids: Sequence[int], caches: Sequence[TextCache]) -> np.ndarray:
-        """Put a token behind those of each of some caches, and return the logits after each.
+    def read_together(
+        self,
+        parts: Sequence[Sequence[int]],
+        caches: Sequence[TextCache],
+        on_layer: Callable[[int], object] = lambda _: None,
+    ) -> np.ndarray:
+        """Put tokens behind those of each of some caches, and return the logits after each's last.
 
         A row's bits are those that it has alone. What hits or misses is counted once.
 
         Parameters
         ----------
-        ids : sequence of int
-            1 to 16.
+        parts : sequence of sequence of int
+            For each cache one at least; 512 in all at most.
         caches : sequence of TextCache
-            As many, each of a text that has begun.
+        on_layer : callable (layer), optional
+            Told of layers that are computed, of more than 16 tokens. What it raises ends the call.
 
         Returns
         -------
@@ -185,36 +191,42 @@ class TextModel:
         StoreError
             If an expert cannot be read. All caches are as they were.
         """
-        tokens = [operator.index(token) for token in ids]
-        num = len(tokens)
-        if not 1 <= num <= MAX_ROWS or len({id(cache) for cache in caches}) != num:
+        tokens = [operator.index(token) for part in parts for token in part]
+        counts, num = np.array([len(part) for part in parts], np.int64), len(tokens)
+        if not 1 <= num <= PROMPT_TOKENS or len({id(one) for one in caches}) != len(counts):
             raise ConfigError(
-                f"{num} tokens and {len(caches)} caches; 1 to {MAX_ROWS} decode, each with its own"
+                f"{num} tokens of {len(counts)} texts and {len(caches)} caches; up to "
+                f"{PROMPT_TOKENS} are read together, each text's with a cache of its own"
             )
-        for cache in caches:
-            if not 0 < cache.length < self.context:
-                raise ConfigError(
-                    f"a token after {cache.length} is no text of the model's {self.context}"
-                )
+        lengths = np.array([cache.length for cache in caches])
+        if counts.min() < 1 or (lengths + counts).max() > self.context:
+            raise ConfigError(
+                f"{counts.tolist()} tokens after {lengths.tolist()} are no texts of the model's "
+                f"{self.context}"
+            )
         names = [cache.name for cache in caches]
-        sequences = None if None in names else np.array(names, np.int32)
+        is_step = num == len(counts) <= MAX_ROWS
+        sequences = np.array(names, np.int32) if is_step and None not in names else None
         self.runtime.steps.check_usable()
         with self._lock:
-            for cache in caches:
-                self._grow(cache, 1)
-            program, lengths = self._step, np.array([cache.length for cache in caches])
+            if not lengths.all():
+                self.runtime.begin_sequence()
+            for cache, count in zip(caches, counts.tolist(), strict=True):
+                self._grow(cache, count)
+            program, look_ahead = self._program_of(num), self._look_ahead if is_step else None
             self._embed(tokens, program.hidden[:num])
             program.begin_together(
-                [cache.pages(1) for cache in caches],
+                [cache.pages(0) for cache in caches],
                 lengths,
-                *self._said.angles(lengths),
-                observe=observer(self.runtime.steps, program, self._look_ahead),
+                *self._said.angles(np.concatenate(list(map(np.arange, lengths, lengths + counts)))),
+                observe=observer(self.runtime.steps, program, look_ahead),
+                counts=counts,
                 sequences=sequences,
             )
-            self._run(program, num, self._look_ahead, sequences)
-            for cache in caches:
-                cache.length += 1
-            self._num_steps += 1
+            self._run(program, num, look_ahead, sequences, on_layer)
+            for cache, count in zip(caches, counts.tolist(), strict=True):
+                cache.length += count
+            self._num_steps += is_step
             logits: np.ndarray = program.logits_of(1)[:, 0]
         return logits
 

@@ -106,6 +106,12 @@ class Text:
         size = self._prefixes.page_tokens
         return min(shared, most, len(prompt) - 1, self._num_prompt) // size * size
 
+    def unread(self, num_tokens: int | None = None) -> list[int]:
+        """Return the prompt's next tokens, at most so many; it begins by this."""
+        begin = self._begun().length
+        end = self._num_prompt if num_tokens is None else begin + num_tokens
+        return self._tokens[begin : min(end, self._num_prompt)]
+
     def read(self, num_tokens: int) -> None:
         """Read at most so many tokens of the prompt; draw one after the last.
 
@@ -114,15 +120,25 @@ class Text:
         Stopped
             If the streamer wants no more.
         """
-        cache = self._begun()
+        some, cache = self.unread(num_tokens), self._begun()
         begin = cache.length
-        some = self._tokens[begin : begin + num_tokens]
-        logits = self._model.read(some, cache, lambda num: self.streamer.read(begin + num))
-        if cache.length < self._num_prompt:
+        self.take_read(self._model.read(some, cache, lambda num: self.streamer.read(begin + num)))
+
+    def take_read(self, logits: np.ndarray) -> None:
+        """Take the logits after tokens of the prompt that are read; draw one after the last.
+
+        Raises
+        ------
+        Stopped
+            If the streamer wants no more.
+        """
+        num = self._begun().length
+        self.streamer.read(num)
+        if num == self._num_prompt:
+            self.take(logits)
+        else:
             # Whole pages: who begins alike waits for them.
-            self._keep(cache.length // PAGE_TOKENS * PAGE_TOKENS)
-            return
-        self.take(logits)
+            self._keep(num // PAGE_TOKENS * PAGE_TOKENS)
 
     def step(self) -> None:
         """Compute the logits after the last token, alone, and draw the next one.

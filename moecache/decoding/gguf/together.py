@@ -1,17 +1,25 @@
 """Together: several texts of a file's model that go on side by side."""
 
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
 from moecache.decoding.gguf.text import Text
 from moecache.decoding.prefixes import PAGE_TOKENS
+from moecache.decoding.streams import Stopped
 from moecache.decoding.together import TextsTogether
+
+logger = logging.getLogger(__name__)
 
 
 class Together(TextsTogether[Text]):
-    """Goes on with several texts of a model of a GGUF file; prompts take turns.
+    """Goes on with several texts of a model of a GGUF file.
+
+    Prompts take turns; short ones go through the model together, so that an expert is read once
+    for them.
 
     Parameters
     ----------
@@ -23,13 +31,63 @@ class Together(TextsTogether[Text]):
         self._model = model
 
     def _read_some(self, reading: Sequence[Text], *, are_steps: bool) -> None:
-        text = next(text for text in reading if not any(map(text.will_find, reading)))
-        # Experts are read once for a whole part, where nobody waits for it.
-        num_tokens = PAGE_TOKENS if are_steps else PROMPT_TOKENS
-        self._do(text, lambda: text.read(num_tokens))
-        self._pass_on([text])
+        """Read on in the first of some prompts; short ones go with it, a page's worth in all."""
+        reading = [text for text in reading if not any(map(text.will_find, reading))]
+        picked = self._pick(reading)
+        if len(picked) > 1:
+            self._read_together(picked)
+        else:
+            # Experts are read once for a whole part, where nobody waits for it.
+            num_tokens = PAGE_TOKENS if are_steps else PROMPT_TOKENS
+            self._do(reading[0], lambda: reading[0].read(num_tokens))
+        self._pass_on([*picked] or reading[:1])
+
+    def _pick(self, reading: Sequence[Text]) -> dict[Text, list[int]]:
+        """Return the prompts that go through the model together, and their tokens.
+
+        Their experts are read once. Of more than a page's worth products take longer than reads:
+        one after the other, each has its first token earlier.
+        """
+        picked: dict[Text, list[int]] = {}
+        left = PAGE_TOKENS
+        for text in reading:
+            if any(map(text.will_find, picked)):
+                continue
+            try:
+                tokens = text.unread()
+            except Exception:  # noqa: BLE001 - comes again, to the text that it is of
+                break
+            if len(tokens) <= left:
+                picked[text] = tokens
+                left -= len(tokens)
+            elif not picked:
+                break
+        return picked
+
+    def _read_together(self, picked: Mapping[Text, list[int]]) -> None:
+        """Read several prompts; each is read alone if that fails."""
+        caches = [text.cache for text in picked if text.cache is not None]
+
+        def on_layer(_: int) -> None:
+            if all(text.streamer.stopped for text in picked):
+                raise Stopped
+
+        try:
+            rows = self._model.read_together(list(picked.values()), caches, on_layer)
+        except Stopped:
+            for text in picked:
+                self._do(text, text.streamer.check)
+            return
+        except Exception as error:  # noqa: BLE001 - it comes again, to the text that it is of
+            # An expert that cannot be read is not every text's.
+            logger.info("prompts.apart num=%d %s: %s", len(picked), type(error).__name__, error)
+            for text, tokens in picked.items():
+                self._do(text, functools.partial(text.read, len(tokens)))
+            return
+        for text, row in zip(picked, rows, strict=True):
+            self._do(text, functools.partial(text.take_read, row))
 
     def _logits(self, texts: Sequence[Text]) -> np.ndarray:
-        tokens = [text.token for text in texts if text.token is not None]
+        tokens = [[text.token] for text in texts if text.token is not None]
         caches = [text.cache for text in texts if text.cache is not None]
         return self._model.read_together(tokens, caches)

@@ -339,6 +339,56 @@ def test_short_prompts_have_their_first_tokens_at_once(model: TextModel) -> None
     assert wanted.streamer.tokens == alone(model, PROMPTS[0])
 
 
+def test_a_short_prompt_does_not_have_long_ones_read_twice(model: TextModel) -> None:
+    """Who begins as another one waits for it, though a short one is before both."""
+    prefixes = open_prefixes(model, 2**24)
+    beginning = [1 + number % 200 for number in range(300)]
+    prompts = [PROMPTS[0], [*beginning, 7, 7], [*beginning, 8]]
+    texts = [made(model, prompt, prefixes=prefixes) for prompt in prompts]
+    together = Together(model)
+    for text in texts:
+        together.add(text)
+    go_on(together, lambda: all(text.is_over for text in texts))
+    assert [text.streamer.cached_tokens for text in texts] == [0, 0, 256]
+
+
+def test_a_call_that_fails_at_its_end_changes_nothing(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As no memory is left for logits: texts go on alone, with their own tokens."""
+    texts = [made(model, prompt) for prompt in PROMPTS]
+    together = Together(model)
+    for text in texts:
+        together.add(text)
+    run = TextModel._run
+
+    def fail(self: TextModel, program: Any, num: int, *given: Any) -> None:
+        run(self, program, num, *given)
+        if fails[0]:
+            program.abandon()  # its logits are refused then
+
+    fails = [True]
+    monkeypatch.setattr(TextModel, "_run", fail)
+    with pytest.raises(ConfigError, match="logits of 1 of 0 tokens"):
+        model.read_together([[1], [2]], caches := [model.new_cache() for _ in range(2)])
+    assert [cache.length for cache in caches] == [0, 0]
+    fails[0] = False
+    broken = TextModel.read_together
+
+    def refuse(self: TextModel, parts: Any, *given: Any) -> np.ndarray:
+        fails[0] = True
+        try:
+            return broken(self, parts, *given)
+        finally:
+            fails[0] = False
+
+    monkeypatch.setattr(TextModel, "read_together", refuse)
+    go_on(together, lambda: all(text.is_over for text in texts))
+    monkeypatch.undo()
+    for text, prompt in zip(texts, PROMPTS, strict=True):
+        assert (text.error, text.streamer.tokens) == (None, alone(model, prompt))
+
+
 def test_short_prompts_that_nobody_wants_end_between_layers(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,6 +526,8 @@ def test_what_is_no_call_is_an_error(model: TextModel) -> None:
         ([[1]], [], ConfigError),
         ([[1], [2]], [begun, begun], ConfigError),
         ([[1], []], [begun, model.new_cache()], ConfigError),
+        ([[1]], [begun, begun], ConfigError),
+        ([[1], [2]], [begun, begun, model.new_cache()], ConfigError),
         ([[1] * 300] * 2, [model.new_cache() for _ in range(2)], ConfigError),
         ([[1] * 510], [begun], ConfigError),
         ([[10**6]], [begun], IndexError),

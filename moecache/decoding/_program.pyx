@@ -652,8 +652,9 @@ cdef class Program:
         cnp.ndarray begins, cnp.ndarray cos, cnp.ndarray sin, cnp.ndarray sequences
     ) except -1:
         """Check and note a call's rows: `counts` for each of `batch` sequences of each cache."""
-        cdef int64_t i, j, num = 0, each = 0, longest = 0, most = 0
+        cdef int64_t i, j, num = 0, each = 0, longest = 0, most = 0, fewest
         cdef const int64_t *of_cache
+        cdef cnp.ndarray ends
         cdef Layer *layer
         cdef float *scores
         if (
@@ -713,13 +714,13 @@ cdef class Program:
                 raise MemoryError(f"no memory for attention to {longest + each} positions")
             free(self.scores)
             self.scores, self.num_scores = scores, i
+        ends, fewest = np.cumsum(np.repeat(counts, batch)), counts.min()
         for i in range(self.num_layers):
             self._note_rows(
                 i, caches, <const int64_t *>cnp.PyArray_DATA(lengths), batch, of_cache,
                 <const int64_t *>cnp.PyArray_DATA(begins)
             )
-        self.ends = np.cumsum(np.repeat(counts, batch))
-        self.fewest = counts.min()
+        self.ends, self.fewest = ends, fewest
         self.caches, self.kept, self.sequences = caches, (cos, sin), sequences
         self.cos = <const float *>cnp.PyArray_DATA(cos)
         self.sin = <const float *>cnp.PyArray_DATA(sin)
@@ -894,6 +895,11 @@ cdef class Program:
         if self.at < self.num_layers:
             self._attention()
 
+    def abandon(self):
+        """Let go of the keys and values of a call that is not gone on with."""
+        self.caches, self.kept, self.observe, self.sequences = None, None, None, None
+        self.fewest = 0
+
     def logits_of(self, int64_t num):
         """Return the logits after the last `num` tokens of each sequence.
 
@@ -917,7 +923,7 @@ cdef class Program:
             self._multiply(
                 &self.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows
             )
-        self.caches, self.kept, self.observe, self.sequences = None, None, None, None
+        self.abandon()
         return out
 
     cdef void _multiply(

@@ -72,6 +72,11 @@ class TextModel:
         return int(self._recipe.head.matrix.rows)
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers, those without experts among them."""
+        return self._said.num_layers
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""
         said = self._said
@@ -176,7 +181,7 @@ class TextModel:
             For each cache one at least; 512 in all at most.
         caches : sequence of TextCache
         on_layer : callable (layer), optional
-            Told of layers that are computed, of more than 16 tokens. What it raises ends the call.
+            Told of each layer that had to wait for experts. What it raises ends the call.
 
         Returns
         -------
@@ -193,7 +198,9 @@ class TextModel:
         """
         tokens = [operator.index(token) for part in parts for token in part]
         counts, num = np.array([len(part) for part in parts], np.int64), len(tokens)
-        if not 1 <= num <= PROMPT_TOKENS or len({id(one) for one in caches}) != len(counts):
+        if not 1 <= num <= PROMPT_TOKENS or not len({id(one) for one in caches}) == len(
+            caches
+        ) == len(counts):
             raise ConfigError(
                 f"{num} tokens of {len(counts)} texts and {len(caches)} caches; up to "
                 f"{PROMPT_TOKENS} are read together, each text's with a cache of its own"
@@ -213,7 +220,8 @@ class TextModel:
                 self.runtime.begin_sequence()
             for cache, count in zip(caches, counts.tolist(), strict=True):
                 self._grow(cache, count)
-            program, look_ahead = self._program_of(num), self._look_ahead if is_step else None
+            program = self._program_of(num)
+            look_ahead = self._look_ahead if num <= MAX_ROWS else None
             self._embed(tokens, program.hidden[:num])
             program.begin_together(
                 [cache.pages(0) for cache in caches],
@@ -224,10 +232,10 @@ class TextModel:
                 sequences=sequences,
             )
             self._run(program, num, look_ahead, sequences, on_layer)
+            logits: np.ndarray = program.logits_of(1)[:, 0]
             for cache, count in zip(caches, counts.tolist(), strict=True):
                 cache.length += count
             self._num_steps += is_step
-            logits: np.ndarray = program.logits_of(1)[:, 0]
         return logits
 
     def report(self) -> str:
@@ -324,17 +332,21 @@ class TextModel:
         on_layer: Callable[[int], object] = lambda _: None,
     ) -> None:
         """Run a call that has begun, of so many rows, to its end."""
-        steps = self.runtime.steps
-        missed = program.run()
-        while missed >= 0:
-            if look_ahead is not None:
-                look_ahead.follow(missed, program.foresee)
-            self._wait_for(missed, program, num, names)
-            on_layer(missed)
-            program.resume()
+        try:
             missed = program.run()
+            while missed >= 0:
+                if look_ahead is not None:
+                    look_ahead.follow(missed, program.foresee)
+                self._wait_for(missed, program, num, names)
+                on_layer(missed)
+                program.resume()
+                missed = program.run()
+        except BaseException:
+            # It would hold keys and values up to the next call.
+            program.abandon()
+            raise
         if program.num_resident:
-            steps.count_leased(program.num_resident)
+            self.runtime.steps.count_leased(program.num_resident)
 
     def _wait_for(self, number: int, program: Program, num: int, names: np.ndarray | None) -> None:
         """Compute a layer's experts as they arrive."""

@@ -51,7 +51,8 @@ class Together(TextsTogether[Text]):
         picked: dict[Text, list[int]] = {}
         left = PAGE_TOKENS
         for text in reading:
-            if any(map(text.will_find, picked)):
+            # One that begins by this, too, may be the one to wait for.
+            if not left or any(map(text.will_find, reading)):
                 continue
             try:
                 tokens = text.unread()
@@ -67,11 +68,16 @@ class Together(TextsTogether[Text]):
     def _read_together(self, picked: Mapping[Text, list[int]]) -> None:
         """Read several prompts; each is read alone if that fails."""
         caches = [text.cache for text in picked if text.cache is not None]
+        begins = {text: cache.length for text, cache in zip(picked, caches, strict=True)}
 
-        def on_layer(_: int) -> None:
+        def on_layer(layer: int) -> None:
+            for text, tokens in picked.items():
+                read = len(tokens) * layer // self._model.num_layers
+                text.streamer.read_tokens = begins[text] + read
             if all(text.streamer.stopped for text in picked):
                 raise Stopped
 
+        rows = None
         try:
             rows = self._model.read_together(list(picked.values()), caches, on_layer)
         except Stopped:
@@ -81,6 +87,8 @@ class Together(TextsTogether[Text]):
         except Exception as error:  # noqa: BLE001 - it comes again, to the text that it is of
             # An expert that cannot be read is not every text's.
             logger.info("prompts.apart num=%d %s: %s", len(picked), type(error).__name__, error)
+        if rows is None:
+            # Once the memory of what failed is free.
             for text, tokens in picked.items():
                 self._do(text, functools.partial(text.read, len(tokens)))
             return

@@ -1,6 +1,7 @@
 """Together: several texts that go on side by side, a call for all of them."""
 
 import contextlib
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ class Text(Protocol):
 
 
 T = TypeVar("T", bound=Text)
+R = TypeVar("R")
 
 
 class TextsTogether(ABC, Generic[T]):
@@ -101,23 +103,31 @@ class TextsTogether(ABC, Generic[T]):
             self._texts.remove(text)
             self._texts.append(text)
 
+    def _shared(self, what: str, texts: Sequence[T], call: Callable[[], R]) -> R | None:
+        """Return what one call gives for some texts; `None`: those not over by it have to go alone.
+
+        A call that fails has changed nothing. An expert that cannot be read is not every text's:
+        the error comes again, to the text that it is of.
+        """
+        try:
+            return call()
+        except Stopped:
+            for text in texts:
+                self._do(text, text.streamer.check)
+        except Exception as error:  # noqa: BLE001 - as said
+            logger.info("%s.apart num=%d %s: %s", what, len(texts), type(error).__name__, error)
+        return None
+
     def _step(self, texts: Sequence[T]) -> None:
         rows = None
         if len(texts) > 1:
-            try:
-                rows = self._logits(texts)
-            except Exception as error:  # noqa: BLE001 - it comes again, to the text that it is of
-                # All caches are as they were. An expert that cannot be read is not every text's.
-                logger.info("texts.apart num=%d %s: %s", len(texts), type(error).__name__, error)
+            rows = self._shared("texts", texts, lambda: self._logits(texts))
         if rows is None:
             for text in texts:
                 self._do(text, text.step)
             return
         for text, row in zip(texts, rows, strict=True):
-            self._take(text, row)
-
-    def _take(self, text: T, row: np.ndarray) -> None:
-        self._do(text, lambda: text.take(row))
+            self._do(text, functools.partial(text.take, row))
 
     def _do(self, text: T, action: Callable[[], object]) -> None:
         """Do something for a text; note how it ends by it."""

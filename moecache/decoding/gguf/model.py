@@ -198,9 +198,8 @@ class TextModel:
         """
         tokens = [operator.index(token) for part in parts for token in part]
         counts, num = np.array([len(part) for part in parts], np.int64), len(tokens)
-        if not 1 <= num <= PROMPT_TOKENS or not len({id(one) for one in caches}) == len(
-            caches
-        ) == len(counts):
+        num_own = len({id(cache) for cache in caches})
+        if not 1 <= num <= PROMPT_TOKENS or not num_own == len(caches) == len(counts):
             raise ConfigError(
                 f"{num} tokens of {len(counts)} texts and {len(caches)} caches; up to "
                 f"{PROMPT_TOKENS} are read together, each text's with a cache of its own"

@@ -1,7 +1,6 @@
 """Together: several texts of a file's model that go on side by side."""
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,8 +10,6 @@ from moecache.decoding.gguf.text import Text
 from moecache.decoding.prefixes import PAGE_TOKENS
 from moecache.decoding.streams import Stopped
 from moecache.decoding.together import TextsTogether
-
-logger = logging.getLogger(__name__)
 
 
 class Together(TextsTogether[Text]):
@@ -77,20 +74,15 @@ class Together(TextsTogether[Text]):
             if all(text.streamer.stopped for text in picked):
                 raise Stopped
 
-        rows = None
-        try:
-            rows = self._model.read_together(list(picked.values()), caches, on_layer)
-        except Stopped:
-            for text in picked:
-                self._do(text, text.streamer.check)
-            return
-        except Exception as error:  # noqa: BLE001 - it comes again, to the text that it is of
-            # An expert that cannot be read is not every text's.
-            logger.info("prompts.apart num=%d %s: %s", len(picked), type(error).__name__, error)
+        rows = self._shared(
+            "prompts",
+            list(picked),
+            lambda: self._model.read_together(list(picked.values()), caches, on_layer),
+        )
         if rows is None:
-            # Once the memory of what failed is free.
             for text, tokens in picked.items():
-                self._do(text, functools.partial(text.read, len(tokens)))
+                if not text.is_over:
+                    self._do(text, functools.partial(text.read, len(tokens)))
             return
         for text, row in zip(picked, rows, strict=True):
             self._do(text, functools.partial(text.take_read, row))

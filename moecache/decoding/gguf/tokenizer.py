@@ -35,13 +35,13 @@ class FileTokenizer:
     backend_tokenizer : tokenizers.Tokenizer
     special : mapping of str to str
         Tokens by what they are for: "bos", "eos", "unk", "pad", "mask".
-    template : str, mapping of str to str, or None
-        Of chats; several by their names.
+    chat_template : str, mapping of str to str, or None
+        Several by their names.
     """
 
     backend_tokenizer: Tokenizer
     special: Mapping[str, str]
-    template: str | dict[str, str] | None
+    chat_template: str | dict[str, str] | None
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -55,11 +55,6 @@ class FileTokenizer:
         """Return a text's tokens as `input_ids`, as transformers' tokenizers do."""
         found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": found.ids}
-
-    @property
-    def chat_template(self) -> str | dict[str, str] | None:
-        """The template, by transformers' name."""
-        return self.template
 
     @property
     def bos_token(self) -> str | None:
@@ -108,7 +103,7 @@ class FileTokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of which `encode_chat` makes tokens."""
-        return render(self.template, messages, self.special, variables)
+        return render(self.chat_template, messages, self.special, variables)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = False, **_: object) -> str:
         """Return the text of tokens, as transformers' tokenizers do."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +20,6 @@ from moecache.integrations.transformers.prompts import (
     Span,
     read_spans,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class Together(TextsTogether[Text]):
@@ -94,18 +91,15 @@ class Together(TextsTogether[Text]):
             if all(streamer.stopped for streamer, _ in progress):
                 raise Stopped
 
-        try:
+        def read() -> bool:
             read_spans(list(picked.values()), on_layer)
-        except Stopped:
+            return True
+
+        if not self._shared("prompts", list(picked), read):
             for text in picked:
-                self._do(text, text.streamer.check)
-            return
-        except Exception as error:  # noqa: BLE001 - it comes again, to the text that it is of
-            # An expert that cannot be read is not every text's.
-            logger.info("prompts.apart num=%d %s: %s", len(picked), type(error).__name__, error)
-            for text in picked:
-                text.forget()
-                self._do(text, functools.partial(self._read, text, 1))
+                if not text.is_over:
+                    text.forget()
+                    self._do(text, functools.partial(self._read, text, 1))
             return
         for text, span in picked.items():
             self._do(text, functools.partial(text.take_span, span))

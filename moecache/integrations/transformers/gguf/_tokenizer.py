@@ -29,8 +29,8 @@ def find_tokenizer(metadata: Mapping[str, Any]) -> transformers.PreTrainedTokeni
         clean_up_tokenization_spaces=False,
         **{f"{name}_token": token for name, token in said.special.items()},
     )
-    if said.template is not None:
-        made.chat_template = said.template
+    if said.chat_template is not None:
+        made.chat_template = said.chat_template
     return made
 
 

@@ -9,6 +9,7 @@ from libc.string cimport memset
 
 from moecache.cache._cache cimport ExpertCache
 from moecache.decoding._steps cimport (
+    MC_MOST_TILE,
     MC_PAIRED_HALVES,
     MC_PAIRED_NEIGHBOURS,
     MC_PAIRED_NEIGHBOURS_TO_HALVES,
@@ -51,7 +52,7 @@ from moecache.kernels._jobs cimport (
 from moecache.kernels._kernels cimport (
     Experts,
     Matrix,
-    convert,
+    convert_rows,
     level_in_use,
     now_ns,
     run_experts,
@@ -705,7 +706,8 @@ cdef class Program:
                 2 * cos.size != num * layer.rotary_width or sin.size != cos.size
             ):
                 raise ConfigError(f"{cos.size} angles are not {num} x {layer.rotary_width} / 2")
-            most = max(most, 4 * min(num, ROWS) * layer.num_kv_heads * _parts(layer))
+            j = layer.num_kv_heads * _parts(layer)
+            most = max(most, 4 * j * min(num + MC_MOST_TILE - 1, _rows_at_once(_parts(layer))))
         if most * (longest + each) > self.num_scores or self.scores == NULL:
             # Half as many again: a conversation goes on.
             i = most * (longest + each) * 3 // 2 + 1024
@@ -928,9 +930,9 @@ cdef class Program:
 
     cdef void _multiply(
         self, const Linear *linear, const float *given, int64_t step, int64_t num, float *out,
-        int64_t out_step
+        int64_t out_step, const Linear *before=NULL
     ) noexcept nogil:
-        """Write num rows' products; inputs are `step` numbers apart."""
+        """Write products of `num` inputs, `step` apart; those of the product `before` still stand."""
         cdef mc_product product
         memset(&product, 0, sizeof(product))
         product.level = level_in_use()
@@ -941,7 +943,8 @@ cdef class Program:
         product.bias = linear.bias
         product.num_inputs = num
         product.input_type = mc_input_type(product.level, MC_X_F32, &linear.matrix)
-        self._take(&linear.matrix, product.input_type, given, step, num, self.given)
+        if before == NULL or not mc_are_alike(&before.matrix, &linear.matrix):
+            self._take(&linear.matrix, product.input_type, given, step, num, self.given)
         product.inputs = self.given
         run_product(&product)
 
@@ -952,13 +955,13 @@ cdef class Program:
         """Point to rows as a matrix is multiplied by them; there is room for two matrices' rows."""
         cdef int64_t i
         cdef uint8_t *to = self.converted + part * self.max_rows * self.converted_bytes
-        for i in range(num):
-            if wanted == MC_X_F32 and mc_input_columns(matrix) == matrix.columns:
+        if wanted == MC_X_F32 and mc_input_columns(matrix) == matrix.columns:
+            for i in range(num):
                 inputs[i] = <const uint8_t *>(given + i * step)
-                continue
-            convert(<const uint8_t *>(given + i * step), MC_X_F32, wanted, matrix, to)
-            inputs[i] = to
-            to += self.converted_bytes
+            return
+        for i in range(num):
+            inputs[i] = to + i * self.converted_bytes
+        convert_rows(given, step, num, wanted, matrix, to, self.converted_bytes)
 
     cdef void _norms(
         self, const Norm *norm, float *rows, int64_t num, int64_t width
@@ -982,6 +985,8 @@ cdef class Program:
         heads.first.type, heads.first.scale = self.types[self.at], layer.scale
         heads.num_heads, heads.num_kv_heads = layer.num_heads, layer.num_kv_heads
         heads.parts, heads.window = _parts(layer), layer.window
+        # Of a text's tokens, that is: one token of each text shares no keys.
+        heads.tile = MC_MOST_TILE if self.each > 1 and not layer.is_latent else 1
         heads.sinks, heads.scores = layer.sinks, self.scores
         heads.most, heads.out = self.longest + self.each, self.mixed
         with nogil:
@@ -1012,8 +1017,8 @@ cdef class Program:
         cdef int64_t value_wide = layer.num_kv_heads * layer.value_width
         cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
         self._multiply(&layer.query, normed, hidden, num, self.queries, queries)
-        self._multiply(&layer.key, normed, hidden, num, self.keys, wide)
-        self._multiply(&layer.value, normed, hidden, num, self.values, value_wide)
+        self._multiply(&layer.key, normed, hidden, num, self.keys, wide, &layer.query)
+        self._multiply(&layer.value, normed, hidden, num, self.values, value_wide, &layer.key)
         if not layer.has_late_norms:
             self._norms(&layer.query_norm, self.queries, num, queries)
             self._norms(&layer.key_norm, self.keys, num, wide)
@@ -1097,12 +1102,13 @@ cdef class Program:
         cdef int64_t out = heads.num_heads * (heads.out_width or heads.first.value_width)
         # So many rows at once have scores.
         while first < self.num_rows:
-            num, seen = min(ROWS, self.num_rows - first), 0
+            num, seen = min(_rows_at_once(heads.parts), self.num_rows - first), 0
+            heads.num_rows = num
             for i in range(num):
                 seen += heads.held[i].position + 1 - heads.held[i].dropped
             # Exponentials and two passes: some four times as long as reading it.
             run_items(
-                work, heads, num * items,
+                work, heads, (num + heads.tile - 1) // heads.tile * items,
                 4 * items * seen * (heads.first.key_step + heads.first.value_step)
             )
             first += num
@@ -1331,7 +1337,7 @@ cdef class Program:
             return
         width = layer.gate.matrix.rows
         self._multiply(&layer.gate, normed, hidden, num, self.wide, width)
-        self._multiply(&layer.up, normed, hidden, num, self.second, width)
+        self._multiply(&layer.up, normed, hidden, num, self.second, width, &layer.gate)
         level_in_use().activate(
             self.wide, self.second, (num * width + 15) & ~15, &layer.activation
         )
@@ -1364,8 +1370,13 @@ cdef void _norm(const Norm *norm, const float *x, float *out) noexcept nogil:
 cdef int64_t _parts(const Layer *layer) noexcept nogil:
     """Return in how many parts the heads that share keys are computed."""
     if not layer.is_latent:
-        return 1
+        return (layer.num_heads // layer.num_kv_heads + 3) // 4
     return layer.num_heads // 4 if layer.num_heads % 4 == 0 else layer.num_heads
+
+
+cdef int64_t _rows_at_once(int64_t parts) noexcept nogil:
+    """Return how many rows have scores at once: the more parts, the fewer."""
+    return max(<int64_t>MC_MOST_TILE, ROWS // parts)
 
 
 cdef extern from "<math.h>" nogil:

@@ -120,48 +120,71 @@ typedef struct {
     int64_t num_heads, num_kv_heads;
     int64_t parts; /* of the heads that share keys, each computed by itself */
     int64_t window;        /* positions that a row sees, its own among them; 0: all */
-    const mc_held *held;   /* [rows] */
-    float *queries;        /* [rows, num_heads, width and more_width] */
+    int64_t num_rows, tile; /* as many rows of a sequence meet keys that are read once */
+    const mc_held *held;   /* [num_rows] */
+    float *queries;        /* [num_rows, num_heads, width and more_width] */
     const float *sinks;    /* [num_heads], or NULL */
-    float *scores;         /* [rows, num_kv_heads, parts, 4, most] */
+    float *scores;         /* [whole tiles of rows, num_kv_heads, parts, 4, most] */
     int64_t most;
-    float *out; /* [rows, num_heads, value_width] */
+    float *out; /* [num_rows, num_heads, value_width] */
     /* Of latent attention: a matrix [num_heads, content + out_width, width], whose first rows of a
      * head make a query of its content, and whose others make of the sum of latents what it gives. */
     const uint8_t *expand;
     int expand_type;
     int64_t content, out_width;
-    const float *given; /* [rows, num_heads, content and more_width] */
+    const float *given; /* [num_rows, num_heads, content and more_width] */
 } mc_heads;
 
-/* The keys that a row sees. */
-static mc_attention mc_seen(const mc_heads *h, int64_t row, int64_t shared)
+/* The keys and values of a row's sequence. */
+static mc_attention mc_held_of(const mc_heads *h, int64_t row, int64_t shared)
 {
     const mc_held *held = &h->held[row];
-    int64_t first = held->begin;
     mc_attention a = h->first;
     a.keys = a.more = held->keys + shared * held->key_head;
     a.values = held->values + shared * held->value_head;
-    a.last = held->position + 1;
-    if (h->window && a.last - h->window > first)
-        first = a.last - h->window;
-    a.first = first - held->dropped;
-    a.last -= held->dropped;
     return a;
 }
 
-/* The heads of a row that share keys and values, or a part of them. */
+/* A row's query, and what it sees. */
+static mc_query mc_query_of(const mc_heads *h, int64_t row, int64_t head, float *out)
+{
+    const mc_held *held = &h->held[row];
+    int64_t first = held->begin, last = held->position + 1;
+    if (h->window && last - h->window > first)
+        first = last - h->window;
+    return (mc_query){
+        .query = h->queries + (row * h->num_heads + head) * (h->first.width + h->first.more_width),
+        .out = out,
+        .sink = h->sinks ? h->sinks[head] : -INFINITY,
+        .first = first - held->dropped,
+        .last = last - held->dropped,
+    };
+}
+
+/* Some rows' heads that share keys and values, or four of them. */
+enum { MC_MOST_TILE = 4 };
 static void mc_attend_item(void *job, int64_t item)
 {
     const mc_heads *h = job;
-    int64_t row = item / h->parts / h->num_kv_heads, shared = item / h->parts % h->num_kv_heads;
-    int64_t each = h->num_heads / h->num_kv_heads / h->parts;
-    int64_t head = (shared * h->parts + item % h->parts) * each, at = row * h->num_heads + head;
-    mc_attention a = mc_seen(h, row, shared);
-    int64_t whole = a.width + a.more_width;
-    h->level->attend(
-        &a, h->queries + at * whole, each, h->sinks ? h->sinks + head : NULL,
-        h->scores + item * 4 * h->most, h->most, h->out + at * a.value_width);
+    int64_t each = h->num_heads / h->num_kv_heads, some = item % h->parts * 4, next;
+    int64_t shared = item / h->parts % h->num_kv_heads;
+    int64_t row = item / h->parts / h->num_kv_heads * h->tile, end = row + h->tile;
+    if (end > h->num_rows)
+        end = h->num_rows;
+    for (; row < end; row = next) {
+        mc_attention a = mc_held_of(h, row, shared);
+        for (next = row + 1; next < end && h->held[next].keys == h->held[row].keys;)
+            next++;
+        mc_query queries[4 * MC_MOST_TILE];
+        int64_t num = 0;
+        for (int64_t own = row; own < next; own++)
+            for (int64_t i = some; i < each && i < some + 4; i++) {
+                int64_t head = shared * each + i;
+                queries[num++] = mc_query_of(
+                    h, own, head, h->out + (own * h->num_heads + head) * a.value_width);
+            }
+        h->level->attend(&a, queries, num, h->scores + item * h->tile * 4 * h->most, h->most);
+    }
 }
 
 /* The same of latents, which are keys and values both: DeepSeek-AI, DeepSeek-V2, 2024. Products with
@@ -180,23 +203,23 @@ static void mc_latent_item(void *job, int64_t item)
         const float *given = h->given + at * (h->content + more);
         float *query = h->queries + at * (rank + more);
         rows.values = h->expand + (head + i) * (h->content + h->out_width) * rows.key_step;
-        rows.last = h->content;
-        h->level->mix(&rows, given, query);
+        h->level->mix(&rows, given, h->content, query);
         memcpy(query + rank, given + h->content, (size_t)more * sizeof *query);
     }
-    mc_attention a = mc_seen(h, row, 0);
+    mc_attention a = mc_held_of(h, row, 0);
+    mc_query queries[4];
     /* What is held as values is the keys' second part. */
     a.more = a.values;
     a.values = a.keys;
-    h->level->attend(
-        &a, h->queries + (row * h->num_heads + head) * (rank + more), each, NULL,
-        h->scores + item * 4 * h->most, h->most, mixed);
+    for (int64_t i = 0; i < each; i++)
+        queries[i] = mc_query_of(h, row, head + i, mixed + i * rank);
+    h->level->attend(&a, queries, each, h->scores + item * 4 * h->most, h->most);
     for (int64_t i = 0; i < each; i++) {
         rows.keys = rows.more = h->expand
             + ((head + i) * (h->content + h->out_width) + h->content) * rows.key_step;
-        rows.last = h->out_width;
         h->level->score(
-            &rows, mixed + i * rank, h->out + (row * h->num_heads + head + i) * h->out_width);
+            &rows, mixed + i * rank, h->out_width,
+            h->out + (row * h->num_heads + head + i) * h->out_width);
     }
 }
 

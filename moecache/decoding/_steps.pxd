@@ -18,6 +18,9 @@ cdef extern from "_steps.h" nogil:
         MC_PAIRED_NEIGHBOURS
         MC_PAIRED_NEIGHBOURS_TO_HALVES
 
+    cdef enum:
+        MC_MOST_TILE
+
     ctypedef struct mc_held:
         uint8_t *keys
         uint8_t *values
@@ -34,6 +37,8 @@ cdef extern from "_steps.h" nogil:
         int64_t num_kv_heads
         int64_t parts
         int64_t window
+        int64_t num_rows
+        int64_t tile
         const mc_held *held
         float *queries
         const float *sinks

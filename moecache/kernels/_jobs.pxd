@@ -75,8 +75,6 @@ cdef extern from "_jobs.h" nogil:
         int64_t width
         int64_t value_width
         int64_t more_width
-        int64_t first
-        int64_t last
         int type
         float scale
 
@@ -87,12 +85,6 @@ cdef extern from "_jobs.h" nogil:
         ) noexcept nogil
         uint8_t *(*form)(const mc_file *, int64_t, uint8_t *, int *) noexcept nogil
         uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
-        void (*attend)(
-            const mc_attention *, const float *queries, int64_t num, const float *sinks,
-            float *scores, int64_t step, float *out
-        ) noexcept nogil
-        void (*score)(const mc_attention *, const float *query, float *scores) noexcept nogil
-        void (*mix)(const mc_attention *, const float *shares, float *out) noexcept nogil
 
     ctypedef void (*mc_work)(void *job, int64_t item) noexcept nogil
 

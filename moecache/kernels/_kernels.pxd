@@ -45,8 +45,9 @@ cdef class Tiler:
 
 
 cdef const mc_level *level_in_use() noexcept nogil
-cdef void convert(
-    const uint8_t *given, int given_type, int wanted, const mc_matrix *matrix, uint8_t *out
+cdef void convert_rows(
+    const float *rows, int64_t step, int64_t num, int wanted, const mc_matrix *matrix,
+    uint8_t *out, int64_t out_bytes
 ) noexcept nogil
 cdef void run_product(mc_product *product) noexcept nogil
 cdef void run_experts(mc_experts *experts) noexcept nogil

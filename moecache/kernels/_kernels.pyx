@@ -44,7 +44,6 @@ from moecache.kernels._products cimport (
     mc_combine,
     mc_compute_experts,
     mc_conversion,
-    mc_convert,
     mc_convert_all,
     mc_expand,
     mc_expansion,
@@ -164,10 +163,16 @@ cdef const mc_level *level_in_use() noexcept nogil:
     return _level
 
 
-cdef void convert(
-    const uint8_t *given, int given_type, int wanted, const mc_matrix *matrix, uint8_t *out
+cdef void convert_rows(
+    const float *rows, int64_t step, int64_t num, int wanted, const mc_matrix *matrix,
+    uint8_t *out, int64_t out_bytes
 ) noexcept nogil:
-    mc_convert(_level, given, given_type, wanted, matrix, out)
+    cdef mc_conversion conversion
+    conversion.level, conversion.matrix = _level, matrix
+    conversion.inputs, conversion.row_bytes = <const uint8_t *>rows, step * 4
+    conversion.num, conversion.given, conversion.wanted = num, MC_X_F32, wanted
+    conversion.out, conversion.out_bytes = out, out_bytes
+    mc_convert_all(&conversion, _num_threads)
 
 
 cdef void run_product(mc_product *product) noexcept nogil:

@@ -5,6 +5,7 @@
 #undef FMA
 #undef F16C
 #undef WIDEN
+#undef LENGTHEN
 #undef NARROW
 #undef JOIN
 #undef JOIN_TWO

@@ -67,6 +67,7 @@ BEGIN("avx2,fma,f16c")
 #define JOIN(a, b) \
     (vb) _mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)(a)), (__m128i)(b), 1)
 #define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
+#define LENGTHEN(raw) (vu) _mm256_cvtepu16_epi32((__m128i)(raw))
 #define NARROW(words) \
     (vh) _mm_packus_epi32(_mm256_castsi256_si128((__m256i)(words)), \
                           _mm256_extracti128_si256((__m256i)(words), 1))
@@ -105,6 +106,7 @@ BEGIN("avx2,fma,f16c,avxvnni")
 #define FMA(a, b, c) (vf) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define F16C(raw) (vf) _mm256_cvtph_ps((__m128i)(raw))
 #define WIDEN(raw) (vu) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(raw)))
+#define LENGTHEN(raw) (vu) _mm256_cvtepu16_epi32((__m128i)(raw))
 #define PICK(table, at) (vf) _mm256_permutevar8x32_ps((__m256)(table), (__m256i)(at))
 #define LOOK_UP(table, at) (vu) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(at))
 #define DOT_VNNI(sum, w, x) \
@@ -132,6 +134,7 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #define JOIN(a, b, c, d) \
     (vb) _mm512_inserti64x4(_mm512_castsi256_si512(JOIN_TWO(a, b)), JOIN_TWO(c, d), 1)
 #define WIDEN(raw) (vu) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(raw)))
+#define LENGTHEN(raw) (vu) _mm512_cvtepu16_epi32((__m256i)(raw))
 #define NARROW(words) (vh) _mm512_cvtepi32_epi16((__m512i)(words))
 #define PICK(table, at) (vf) _mm512_permutexvar_ps((__m512i)(at), (__m512)(table))
 #define LOOK_UP(table, at) (vu) _mm512_shuffle_epi8((__m512i)(table), (__m512i)(at))

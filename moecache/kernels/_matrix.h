@@ -203,16 +203,23 @@ typedef struct {
     float alpha, limit; /* of MC_SWIGLU; the limit of MC_CLAMPED_SILU, too */
 } mc_activation;
 
-/* Keys and values of a head, at positions [first, last) of which at least one is seen. A key may lie
- * in two parts; a query is then as long as both, one behind the other. */
+/* Keys and values of a head. A key may lie in two parts; a query is then as long as both, one behind the
+ * other. */
 typedef struct {
     const uint8_t *keys, *values, *more;     /* of position 0 */
     int64_t key_step, value_step, more_step; /* bytes from a position to the next */
     int64_t width, value_width, more_width;  /* numbers of a key, of a value, of a key's second part */
-    int64_t first, last;
     int type; /* MC_F32 or MC_BF16 */
     float scale; /* of the products */
 } mc_attention;
+
+/* A query that sees positions [first, last), one at least, where its mean of values goes, and its sink, or
+ * -INFINITY. */
+typedef struct {
+    const float *query;
+    float *out, sink;
+    int64_t first, last;
+} mc_query;
 
 /* Queries of a page and the keys and values of all positions up to its end. A query sees the positions that
  * its row of `mask` says, a byte each, or without a mask those up to its own: the last query is of the last
@@ -278,14 +285,14 @@ typedef struct {
     void (*expand)(
         const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes);
     uint32_t (*read)(const uint8_t *at, int64_t num);
-    /* Of `num` queries, one after the other; `sinks`, one each, may be NULL. `scores` has room for
-     * four times `step` numbers, and `step` are at least as many as the positions that are seen. */
+    /* `scores` has room for `num` times `step` numbers, and `step` are at least as many as the positions
+     * that a query sees. Neighbours that see much the same take the shortest time. */
     void (*attend)(
-        const mc_attention *a, const float *queries, int64_t num, const float *sinks,
-        float *scores, int64_t step, float *out);
-    /* Parts of it, for one query: its products with keys; the sum of values that have these shares. */
-    void (*score)(const mc_attention *a, const float *query, float *scores);
-    void (*mix)(const mc_attention *a, const float *shares, float *out);
+        const mc_attention *a, const mc_query *queries, int64_t num, float *scores, int64_t step);
+    /* Parts of it, for one query: its products with the first `num` keys; the sum of as many values that have
+     * these shares. */
+    void (*score)(const mc_attention *a, const float *query, int64_t num, float *scores);
+    void (*mix)(const mc_attention *a, const float *shares, int64_t num, float *out);
     /* Of queries [first, first + num) of the heads that share the keys of `head`, by the type of keys and
      * values; false if there is no memory. */
     int (*attend_page[2])(const mc_page *p, int64_t head, int64_t first, int64_t num);
@@ -302,7 +309,7 @@ typedef struct {
                             [MC_BF16] = LEVEL(tile_bf16), [MC_E4M3] = LEVEL(tile_e4m3)},          \
         .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
         .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
-        .attend = LEVEL(attend), .score = LEVEL(score_one), .mix = LEVEL(mix_one),                \
+        .attend = LEVEL(attend), .score = LEVEL(score), .mix = LEVEL(mix),                        \
         .attend_page = {LEVEL(page_attend), LEVEL(page_attend)},                                  \
     }
 

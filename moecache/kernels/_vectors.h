@@ -62,6 +62,16 @@ INLINE vh LEVEL(narrow)(vu words)
 #endif
 }
 
+/* LANES words, each in 32 bits. */
+INLINE vu LEVEL(lengthen)(vh raw)
+{
+#ifdef LENGTHEN
+    return LENGTHEN(raw);
+#else
+    return __builtin_convertvector(raw, vu);
+#endif
+}
+
 /* LANES columns of a row as fp32. */
 INLINE vf LEVEL(load)(const uint8_t *at, int format)
 {
@@ -74,7 +84,7 @@ INLINE vf LEVEL(load)(const uint8_t *at, int format)
     memcpy(&raw, at, sizeof raw);
     if (format == MC_F16)
         return LEVEL(halves)(raw);
-    return (vf)(__builtin_convertvector(raw, vu) << 16);
+    return (vf)(LEVEL(lengthen)(raw) << 16);
 }
 
 /* The four columns of a row side by side, which lie in pairs: see `kernels/forms.py`. */

@@ -210,6 +210,25 @@ def ours(
         yield Contestant(name, prompt, lambda token: forward([token]), offload=model.moecache)
 
 
+@contextmanager
+def ours_of_file(path: Path, memory: int | str | None, **options: Any) -> Iterator[Contestant]:
+    """Yield a GGUF file's text, computed without torch."""
+    from moecache.decoding.gguf import open_text_model
+
+    with open_text_model(path, memory, **options) as model:
+        cache = model.new_cache()
+
+        def prompt(tokens: list[int]) -> np.ndarray:
+            nonlocal cache
+            cache = model.new_cache((), len(tokens) + NEW_TOKENS)
+            return model.read(tokens, cache)
+
+        name = f"moecache {memory} file"
+        yield Contestant(
+            name, prompt, lambda token: model.read([token], cache), offload=model.runtime
+        )
+
+
 def convert(llama_cpp: Path, checkpoint: Path, gguf: Path) -> None:
     """Write a checkpoint as GGUF in bfloat16, by llama.cpp's own converter."""
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]

@@ -15,6 +15,9 @@ when it starts. It reads a prompt and is given 48 more tokens, one at a time, th
 all; after `--seconds` it stops where it is. Shown are medians of runs, tokens per second of the
 clock and of CPU time, and the bytes that it read a token. The disk's read-ahead decides what
 demand paging does: each that is asked for has a disk of its own (a loop device, which needs root).
+With --backed as much memory as the limit is touched by another process, which ends as a contestant
+starts: a virtual machine's host may have taken it back, and whoever touches it then waits for it.
+"moecache file" computes a GGUF file without torch, as `moecache generate` does.
 Limits are sizes, or shares of the GGUF file or, without it, of the first checkpoint. Files that are
 too large to be copied stay where they are (--in-place): then their disk itself is given the
 read-ahead. Checkpoints given with
@@ -35,8 +38,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.against_llama_cpp import LLAMA, NEW_TOKENS, PROMPT, llama, ours
+from bench.against_llama_cpp import LLAMA, NEW_TOKENS, PROMPT, llama, ours, ours_of_file
 from bench.disks import describe_read_ahead, disk_with, read_ahead_of
+from bench.held_memory import back
 from bench.limits import MemoryLimit
 from bench.runs import begin, write_figures
 from moecache import kernels
@@ -46,8 +50,8 @@ from moecache.units import format_bytes, parse_bytes
 # Tokens that all keep room for: what moecache leaves beside the slots by default.
 CONTEXT = 4096
 ROOT = Path(__file__).parents[1]
-TORCH, FAST = "moecache torch", "moecache fast"
-CONTESTANTS = (LLAMA, TORCH, FAST)
+TORCH, FAST, FILE = "moecache torch", "moecache fast", "moecache file"
+CONTESTANTS = (LLAMA, TORCH, FAST, FILE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,8 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--read-ahead", nargs="*", default=["8MiB", "128KiB"])
     parser.add_argument("--in-place", action="store_true", help="copy nothing")
     parser.add_argument("--limits", nargs="*", default=["0.5", "0.3333"])
-    parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS)
-    parser.add_argument("--prefetch", nargs="*", default=["auto"], help='of "moecache fast"')
+    parser.add_argument("--only", nargs="*", choices=CONTESTANTS, default=CONTESTANTS[:3])
+    parser.add_argument("--prefetch", nargs="*", default=["auto"], help='of "fast" and "file"')
+    parser.add_argument("--backed", action="store_true", help="memory that is the guest's own")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--seconds", type=float, default=60)
     arguments = begin(parser, argv, rounds=3)
@@ -76,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
     paths |= {f"{FAST} {path.name}": path for path in arguments.formats}
     if arguments.gguf is not None:
         paths[LLAMA] = arguments.gguf
+        for mode in arguments.prefetch:
+            paths[FILE if mode == "auto" else f"{FILE}, prefetch {mode}"] = arguments.gguf
     chosen = [name for name in paths if name.split(",")[0] in arguments.only]
     chosen += [f"{FAST} {path.name}" for path in arguments.formats]
     size = _size(arguments.gguf or arguments.checkpoint)
@@ -117,7 +124,7 @@ def compare(
                 "seconds": arguments.seconds,
                 "num_prompt": arguments.prompt_tokens,
             }
-            runs[name].append(run(task, limit))
+            runs[name].append(run(task, limit, is_backed=arguments.backed))
     first = next(iter(runs.values()))[0]["chosen"]
     return [
         {
@@ -143,7 +150,7 @@ def _same(one: list[int], other: list[int]) -> float:
     return float(np.mean([a == b for a, b in zip(one, other, strict=False)]))
 
 
-def run(task: dict[str, Any], limit: int) -> dict[str, Any]:
+def run(task: dict[str, Any], limit: int, *, is_backed: bool) -> dict[str, Any]:
     """Run one contestant in a process and a limit of its own."""
     path = Path(task["path"])
     for file in [path] if path.is_file() else path.iterdir():
@@ -154,6 +161,8 @@ def run(task: dict[str, Any], limit: int) -> dict[str, Any]:
         task = {**task, "join": str(group.join_file)}
         # As the command `moecache` has it.
         waiting = {} if task["name"] == LLAMA else {"OMP_WAIT_POLICY": "PASSIVE"}
+        if is_backed:
+            back(limit)
         program = "import sys, bench.larger_than_memory as b; b.child(sys.argv[1])"
         done = subprocess.run(
             [sys.executable, "-c", program, json.dumps(task)],
@@ -185,7 +194,10 @@ def child(text: str) -> None:
     else:
         compute, _, prefetch = name.removeprefix("moecache ").partition(", prefetch ")
         options = {"prefetch": prefetch} if prefetch else {}
-        opened = ours(path, None, compute.split()[0], task["threads"], **options)
+        if compute == "file":
+            opened = ours_of_file(path, None, **options)
+        else:
+            opened = ours(path, None, compute.split()[0], task["threads"], **options)
     start = time.perf_counter()
     with opened as one:
         opened_s = time.perf_counter() - start

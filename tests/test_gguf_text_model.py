@@ -22,7 +22,7 @@ from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.stores import open_store
 from tests.helpers.gguf_members import MODELS
-from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
+from tests.helpers.gguf_models import write_gguf
 from tests.helpers.gguf_texts import QUANTIZED, parts_of
 from tests.helpers.gguf_tokenizers import byte_level
 from tests.helpers.pages import num_descriptors
@@ -35,7 +35,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
-FAMILIES = ["olmoe", "qwen2moe", "qwen3moe"]
 IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 
 
@@ -56,18 +55,6 @@ def _model(file: Path) -> Iterator[TextModel]:
         yield model
 
 
-def rounding_cache() -> Any:
-    """Return a cache of transformers that keeps what bfloat16 leaves of keys and values."""
-
-    class Rounding(transformers.DynamicCache):
-        def update(self, keys: Any, values: Any, *rest: Any, **named: Any) -> Any:
-            return super().update(
-                keys.bfloat16().float(), values.bfloat16().float(), *rest, **named
-            )
-
-    return Rounding()
-
-
 def text_after(model: TextModel, ids: list[int], num: int) -> tuple[list[int], np.ndarray]:
     """Return the likeliest tokens after others, and the last logits."""
     cache, out = model.new_cache(), []
@@ -76,59 +63,6 @@ def text_after(model: TextModel, ids: list[int], num: int) -> tuple[list[int], n
         out.append(int(logits.argmax()))
         logits = model.read(out[-1:], cache)
     return out, logits
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"tie_word_embeddings": True}, {"mlp_only_layers": [0], "norm_topk_prob": True}],
-)
-def test_logits_are_those_of_transformers(
-    tmp_path: Path, name: str, settings: dict[str, Any]
-) -> None:
-    """Of prompts, and of tokens after them, but for the order of sums."""
-    if name == "olmoe" and "mlp_only_layers" in settings:
-        settings = {"clip_qkv": 0.5}
-    if name == "qwen2moe":
-        settings = {**settings, "norm_topk_prob": False}
-    elif name == "qwen3moe":
-        settings = {**settings, "norm_topk_prob": True}
-    model, metadata, tensors = parts_of(name, **settings)
-    if "clip_qkv" in settings:
-        metadata["olmoe.attention.clamp_kqv"] = settings["clip_qkv"]
-    path = tmp_path / "model.gguf"
-    write_gguf(path, metadata, tensors)
-    with open_text_model(path, "50%") as ours, torch.no_grad():
-        for num in (1, 2, 17, len(IDS)):
-            cache, theirs = ours.new_cache(), rounding_cache()
-            for ids in (IDS[:num], [7], [8, 9]):
-                found = ours.read(ids, cache)
-                wanted = model(torch.tensor([ids]), past_key_values=theirs).logits[0, -1].numpy()
-                assert np.abs(found - wanted).max() < 2e-5 * np.abs(wanted).max()
-
-
-@pytest.mark.parametrize(
-    ("types", "is_tied"),
-    [
-        ({"_exps": "Q4_0", "": "Q8_0"}, True),
-        ({"_exps": "Q5_0", "": "BF16"}, False),
-        ({"_exps": "Q5_1", "attn": "Q4_1", "": "F16"}, True),
-    ],
-    ids=str,
-)
-def test_quantized_weights_are_those_of_the_file(
-    tmp_path: Path, types: dict[str, str], is_tied: bool
-) -> None:
-    """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
-    settings = {"hidden_size": 64, "moe_intermediate_size": 32, "tie_word_embeddings": is_tied}
-    _, metadata, tensors = parts_of("qwen3moe", **settings)
-    path = tmp_path / "model.gguf"
-    write_gguf(path, metadata, tensors, types)
-    whole = build_from(*read_gguf(path))
-    with open_text_model(path, "50%") as model, torch.no_grad():
-        found = model.read(IDS, model.new_cache())
-        wanted = whole(torch.tensor([IDS])).logits[0, -1].numpy()
-        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
 def test_bits_depend_neither_on_cuts_nor_slots_nor_threads(file: Path) -> None:
@@ -229,7 +163,6 @@ def test_a_read_that_fails_leaves_the_text_where_it_was(file: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"qwen3moe.rope.scaling.type": "yarn", "qwen3moe.rope.scaling.factor": 4.0}, "'yarn'"),
         ({"blk.1.attn_q.weight": None}, "no tensor blk.1.attn_q.weight"),
         ({"blk.1.attn_k_norm.weight": None}, "no tensor blk.1.attn_k_norm"),
         ({"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}, "attn_sinks.weight is none"),
@@ -263,10 +196,13 @@ def test_what_no_recipe_says_runs_with_torch(
 
 def test_other_architectures_run_with_torch(tmp_path: Path) -> None:
     """Theirs have recipes of modules, or none."""
-    known = MODELS["gpt-oss"]
+    known = MODELS["deepseek2 v2"]
     model = known.build()
     write_gguf(tmp_path / "m.gguf", known.metadata(model.config), known.tensors(model))
-    with open_store(tmp_path / "m.gguf") as store, pytest.raises(NoTextModelError, match="gpt-oss"):
+    with (
+        open_store(tmp_path / "m.gguf") as store,
+        pytest.raises(NoTextModelError, match="deepseek2"),
+    ):
         FileModel(store)
 
 

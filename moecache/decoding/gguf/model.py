@@ -270,6 +270,7 @@ class TextModel:
             lambda slot: runtime.expert(slot, number),
             runtime.pool.num_slots,
             roles=runtime.layout.layers[number],
+            **self._said.gate,
         )
 
     def _grow(self, cache: TextCache, num_new: int) -> None:

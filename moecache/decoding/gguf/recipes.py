@@ -9,6 +9,7 @@ import numpy as np
 from moecache.decoding.families import FAMILIES, Family
 from moecache.decoding.gguf import _softmax
 from moecache.decoding.gguf._metadata import Metadata
+from moecache.decoding.gguf.angles import frequencies
 from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk
 from moecache.decoding.recipe import (
     Attention,
@@ -26,14 +27,18 @@ from moecache.kernels._kernels import Matrix, Tiler
 from moecache.stores import GgufStore
 
 # GGUF's architectures, and the first names of their rows in `FAMILIES`. All of them have tensors
-# that are the model's own, name by name, in the order in which transformers has their rows.
+# that are the model's own, name by name; where rows of heads are in another order than
+# transformers', pairs that are turned together are neighbours.
 _KNOWN = {
+    "gpt-oss": (_softmax.GPT_OSS, "gpt_oss"),
+    "llama": (_softmax.MIXTRAL, "mixtral"),
     "olmoe": (_softmax.OLMOE, "olmoe"),
     "qwen2moe": (_softmax.QWEN2MOE, "qwen2_moe"),
     "qwen3moe": (_softmax.QWEN3MOE, "qwen3_moe"),
+    "qwen3vlmoe": (_softmax.QWEN3VLMOE, "qwen3_moe"),
 }
 
-_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.weight")
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 
 
 class NoTextModelError(ConfigError):
@@ -55,6 +60,8 @@ class FileModel:
         Layers; positions that a text may have.
     ends : frozenset of int
         Tokens with which the model ends its texts.
+    gate : mapping
+        How experts' gates are computed: options of `SlotKernel`.
 
     Raises
     ------
@@ -68,11 +75,17 @@ class FileModel:
         if store.architecture not in _KNOWN:
             raise NoTextModelError(f"architecture {store.architecture!r} runs with torch")
         said = Metadata(store.metadata, store.tensor_shapes)
-        architecture, family = _KNOWN[store.architecture]
+        architecture, self._name = _KNOWN[store.architecture]
         self.settings: Mapping[str, Any] = architecture.settings(said)
         said.check_rest()
-        row = next(key for key in FAMILIES if key[0] == family)
+        row = next(key for key in FAMILIES if key[0] == self._name)
         self.family: Family = FAMILIES[row]
+        self._pairs = (
+            "neighbours" if architecture.source is _softmax.permuted_heads else self.family.pairs
+        )
+        is_gpt_oss = store.architecture == "gpt-oss"
+        self.gate: Mapping[str, Any] = {"activation": "swiglu"} if is_gpt_oss else {}
+        self._forward_norm = "post_attention_norm" if is_gpt_oss else "ffn_norm"
         self.num_layers: int = self.settings["num_hidden_layers"]
         self.context: int = self.settings["max_position_embeddings"]
         ends = self.settings.get("eos_token_id")
@@ -138,15 +151,10 @@ class FileModel:
         return [name for name in self._store.tensor_shapes if not _EXPERTS.fullmatch(name)]
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return cosines and sines of positions, float32 [num_positions, width / 2] each.
-
-        Su et al., RoFormer, 2021, with the frequencies in float32, as transformers has them.
-        """
-        base = np.float32(self.settings["rope_parameters"]["rope_theta"])
-        exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
-        frequencies = np.float32(1) / base**exponents
-        turned = positions[:, None].astype(np.float32) * frequencies
-        return np.cos(turned), np.sin(turned)
+        """Return cosines and sines of positions, float32 [num_positions, width / 2] each."""
+        each, scale = frequencies(self.settings["rope_parameters"], self.width)
+        turned = positions[:, None].astype(np.float32) * each
+        return np.cos(turned) * scale, np.sin(turned) * scale
 
     def recipe(self, trunk: Trunk, kernel_of: Callable[[int], tuple[int, SlotKernel]]) -> Recipe:
         """Return the recipe.
@@ -190,15 +198,16 @@ class FileModel:
             forward = self._feed_forward(trunk, at, "")
         return Layer(
             self._norm(trunk, f"{at}.attn_norm.weight"),
-            self._attention(trunk, at),
-            self._norm(trunk, f"{at}.ffn_norm.weight"),
+            self._attention(trunk, block),
+            self._norm(trunk, f"{at}.{self._forward_norm}.weight"),
             forward,
             router,
             experts,
             number,
         )
 
-    def _attention(self, trunk: Trunk, at: str) -> Attention:
+    def _attention(self, trunk: Trunk, block: int) -> Attention:
+        at = f"blk.{block}"
         norms = [f"{at}.attn_{part}_norm.weight" for part in "qk"]
         query, key = (self._norm(trunk, name) if name in trunk else None for name in norms)
         width = self.width
@@ -212,11 +221,18 @@ class FileModel:
             width=width,
             value_width=width,
             scale=width**-0.5,
-            rotation=Rotation(width, self.family.pairs),
+            rotation=Rotation(width, self._pairs),
             query_norm=query,
             key_norm=key,
             clip=None if self.family.clip is None else self.settings.get(self.family.clip),
+            sinks=None if self.family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
+            window=self._window(block),
         )
+
+    def _window(self, block: int) -> int | None:
+        # gpt-oss's windows are every other layer's, beginning with the first.
+        is_free = self.family.sinks is not None and block % 2 == 1
+        return None if is_free else self.settings.get("sliding_window")
 
     def _feed_forward(self, trunk: Trunk, at: str, suffix: str) -> FeedForward:
         parts = (f"{at}.ffn_{part}{suffix}" for part in ("gate", "up", "down"))
@@ -231,9 +247,6 @@ class FileModel:
 
     def _check(self) -> None:
         """Refuse what a recipe here does not say, and tensors that are not those of its model."""
-        rope = self.settings["rope_parameters"]
-        if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1) != 1:
-            raise NoTextModelError(f"rotations of kind {rope['rope_type']!r} run with torch")
         if self.settings["hidden_size"] < 1 or self.width % 2:
             raise NoTextModelError(f"heads of {self.width} numbers cannot be turned")
         found = self._store.tensor_shapes
@@ -267,10 +280,12 @@ class FileModel:
         yield "output_norm.weight", (hidden,)
         if HEAD in found:
             yield HEAD, (vocabulary, hidden)
-        norms = {"olmoe": (heads, keys), "qwen3moe": (self.width, self.width)}
+        norms = {"olmoe": (heads, keys), "qwen3_moe": (self.width, self.width)}
         for block in range(self.num_layers):
             at = f"blk.{block}"
-            for name in ("attn_norm", "ffn_norm"):
+            if self.family.sinks is not None:
+                yield f"{at}.attn_sinks.weight", (self.settings["num_attention_heads"],)
+            for name in ("attn_norm", self._forward_norm):
                 yield f"{at}.{name}.weight", (hidden,)
             projections = {
                 "attn_q": (heads, hidden),
@@ -282,8 +297,8 @@ class FileModel:
                 yield f"{at}.{name}.weight", shape
                 if f"{at}.{name}.bias" in found:
                     yield f"{at}.{name}.bias", shape[:1]
-            if self._store.architecture in norms:
-                for part, width in zip("qk", norms[self._store.architecture], strict=True):
+            if self._name in norms:
+                for part, width in zip("qk", norms[self._name], strict=True):
                     yield f"{at}.attn_{part}_norm.weight", (width,)
             yield from self._wanted_forward(at, found)
 
@@ -295,7 +310,10 @@ class FileModel:
         if router not in found:
             width, suffix = settings["intermediate_size"], ""
         else:
-            yield router, (settings["num_experts"], hidden)
+            num_experts = settings.get("num_experts") or settings["num_local_experts"]
+            yield router, (num_experts, hidden)
+            if (bias := f"{at}.ffn_gate_inp.bias") in found:
+                yield bias, (num_experts,)
             if self.family.shared is None:
                 return
             width, suffix = settings["shared_expert_intermediate_size"], "_shexp"

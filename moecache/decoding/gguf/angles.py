@@ -1,0 +1,52 @@
+"""Rotary positions' angles of a GGUF file's model, as transformers has them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.float32]:
+    """Return the angle of one position for each pair of numbers, and what scales cosines and sines.
+
+    Su et al., RoFormer, 2021; of "yarn" Peng et al., YaRN, 2023.
+
+    Parameters
+    ----------
+    rope : mapping
+        As transformers' `rope_parameters`, of type "default", "linear" or "yarn".
+    width : int
+        Numbers of a head that are turned.
+
+    Returns
+    -------
+    ndarray of float32, shape [width / 2]
+    float32
+    """
+    base = np.float32(rope["rope_theta"])
+    found = np.float32(1) / base ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
+    kind, one = rope["rope_type"], np.float32(1)
+    if kind == "default":
+        return found, one
+    slow = found / np.float32(rope["factor"])
+    if kind == "linear":
+        return slow, one
+    low, high = (_pair_of(rope, turns, width) for turns in (rope["beta_fast"], rope["beta_slow"]))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    # Pairs that turn often keep their angles; those that never turn once have a factor's part.
+    pairs = np.arange(width // 2, dtype=np.float32)
+    ramp = (pairs - np.float32(low)) / np.float32((high - low) or 0.001)
+    kept = one - np.clip(ramp, np.float32(0), one)
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+    return slow * (one - kept) + found * kept, np.float32(scale)
+
+
+def _pair_of(rope: Mapping[str, Any], turns: float, width: int) -> float:
+    """Return which pair turns so often within the length that the model was trained with."""
+    length = rope["original_max_position_embeddings"]
+    return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))

@@ -1,0 +1,138 @@
+"""A GGUF file's model without torch, beside transformers' own of the same weights."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache.decoding._program import KeyValues
+from moecache.decoding.gguf._keys_values import TextCache
+from moecache.decoding.gguf.opening import open_text_model
+from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
+from tests.helpers.gguf_texts import QUANTIZED, parts_of
+
+pytest.importorskip("gguf")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+FAMILIES = ["olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "gpt-oss", "gpt-oss yarn"]
+# With a length of training, so that pairs are kept, changed in part and changed.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
+
+
+def rounding_cache() -> Any:
+    """Return a cache of transformers that keeps what bfloat16 leaves of keys and values."""
+
+    class Rounding(transformers.DynamicCache):
+        def update(self, keys: Any, values: Any, *rest: Any, **named: Any) -> Any:
+            return super().update(
+                keys.bfloat16().float(), values.bfloat16().float(), *rest, **named
+            )
+
+    return Rounding()
+
+
+class ExactCache(TextCache):
+    """Keeps keys and values in float32: sums in another order move none to another bfloat16."""
+
+    def _grow(self, capacity: int) -> None:
+        num_layers, _, heads, _, width = self._all.shape
+        grown = np.zeros((num_layers, 2, heads, capacity, width), np.float32)
+        grown[:, :, :, : self.length] = self._all[:, :, :, : self.length]
+        shape = 1, heads, capacity, width
+        self._pages = [
+            KeyValues(keys.ctypes.data, values.ctypes.data, "f32", shape, width, grown)
+            for keys, values in grown
+        ]
+        self._all = grown
+
+
+def assert_near(path: Path, model: Any, new_cache: Any) -> None:
+    """Compare the logits of prompts, and of tokens after them."""
+    with open_text_model(path, "50%") as ours, torch.no_grad():
+        for num in (1, 2, 17, len(IDS)):
+            cache, theirs = ours.new_cache(), new_cache()
+            for ids in (IDS[:num], [7], [8, 9]):
+                found = ours.read(ids, cache)
+                wanted = model(torch.tensor([ids]), past_key_values=theirs).logits[0, -1].numpy()
+                assert np.abs(found - wanted).max() < 2e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {"tie_word_embeddings": is_tied}) for name in FAMILIES for is_tied in (0, 1)),
+        ("olmoe", {"clip_qkv": 0.5}),
+        ("qwen2moe", {"mlp_only_layers": [0]}),
+        ("qwen3moe", {"mlp_only_layers": [0]}),
+        ("llama", {"sliding_window": 5}),
+        ("qwen3moe", {"rope_parameters": YARN | {"rope_type": "linear"}}),
+        ("qwen3moe", {"rope_parameters": YARN}),
+    ],
+    ids=str,
+)
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+) -> None:
+    """But for the order of sums."""
+    settings = {key: bool(value) if key[0] == "t" else value for key, value in settings.items()}
+    if "moe" in name:
+        settings["norm_topk_prob"] = name.startswith("qwen3")
+    model, metadata, tensors = parts_of(name, **settings)
+    if "clip_qkv" in settings:
+        metadata["olmoe.attention.clamp_kqv"] = settings["clip_qkv"]
+    if "sliding_window" in settings:
+        metadata["llama.attention.sliding_window"] = settings["sliding_window"]
+    if "rope_parameters" in settings:
+        metadata["qwen3moe.rope.scaling.type"] = settings["rope_parameters"]["rope_type"]
+        metadata["qwen3moe.rope.scaling.factor"] = 4.0
+        metadata["qwen3moe.rope.scaling.original_context_length"] = 64
+    write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    monkeypatch.setattr("moecache.decoding.gguf.model.TextCache", ExactCache)
+    assert_near(tmp_path / "model.gguf", model, transformers.DynamicCache)
+
+
+def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
+    """As transformers' are in a model of that type."""
+    model, metadata, tensors = parts_of("qwen3moe")
+    write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    assert_near(tmp_path / "model.gguf", model, rounding_cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "is_tied"),
+    [
+        ("qwen3moe", {"_exps": "Q4_0", "": "Q8_0"}, True),
+        ("qwen3moe", {"_exps": "Q5_0", "": "BF16"}, False),
+        ("qwen3moe", {"_exps": "Q5_1", "attn": "Q4_1", "": "F16"}, True),
+        # As it is published: the heads' logits without a position stay numbers.
+        ("gpt-oss yarn", {"_exps.weight": "MXFP4", "norm": "F32", ".weight": "BF16"}, False),
+        ("llama", QUANTIZED, False),
+    ],
+    ids=str,
+)
+def test_quantized_weights_are_those_of_the_file(
+    tmp_path: Path, name: str, types: dict[str, str], is_tied: bool
+) -> None:
+    """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
+    width = "moe_intermediate_size" if name == "qwen3moe" else "intermediate_size"
+    settings = {"hidden_size": 64, width: 32, "tie_word_embeddings": is_tied}
+    _, metadata, tensors = parts_of(name, **settings)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, metadata, tensors, types)
+    whole = build_from(*read_gguf(path))
+    with open_text_model(path, "50%") as model, torch.no_grad():
+        found = model.read(IDS, model.new_cache())
+        wanted = whole(torch.tensor([IDS])).logits[0, -1].numpy()
+        assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)

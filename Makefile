@@ -51,12 +51,14 @@ older: $(call stamp,test) ## what runs on GPUs with transformers, with an older 
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/older $(BIN)/python -m pytest -q -n 2 \
 		tests/test_transformers_cuda*.py tests/test_transformers_token_graph.py tests/test_transformers_device_tokens.py
 
+# Stubs are compared with modules; what they import was checked a line before.
 check: $(call stamp,dev) ## lint, types, stubs, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/cython-lint $(SOURCES)
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml $(STUBBED)
+	mkdir -p build && printf '[mypy]\nfollow_imports = skip\n' > build/stubtest.ini
+	$(BIN)/python -m mypy.stubtest --mypy-config-file build/stubtest.ini $(STUBBED)
 	$(BIN)/codespell
 
 bench: $(call stamp,test) ## compare with other caches, in one run

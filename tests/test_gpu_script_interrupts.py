@@ -65,10 +65,7 @@ def interrupt(stand: Stand, name: str, directory: Path, *, script: bool) -> Any:
     ("name", "script"),
     some(
         [(name, script) for name in ALL for script in (False, True)],
-        lambda case: (
-            case in {("build", False), ("tests", True), ("upload", False), ("decode", True)}
-            or case in {("memory", False), ("memcheck", True)}
-        ),
+        lambda case: case in {("build", False), ("tests", True), ("upload", False)},
     ),
 )
 def test_an_interrupt_in_a_stage_leaves_a_report_and_its_files(

@@ -223,9 +223,11 @@ def ours_of_file(path: Path, memory: int | str | None, **options: Any) -> Iterat
             cache = model.new_cache((), len(tokens) + NEW_TOKENS)
             return model.read(tokens, cache)
 
-        name = f"moecache {memory} file"
         yield Contestant(
-            name, prompt, lambda token: model.read([token], cache), offload=model.runtime
+            "moecache file",
+            prompt,
+            lambda token: model.read([token], cache),
+            offload=model.runtime,
         )
 
 

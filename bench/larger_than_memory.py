@@ -17,6 +17,7 @@ clock and of CPU time, and the bytes that it read a token. The disk's read-ahead
 demand paging does: each that is asked for has a disk of its own (a loop device, which needs root).
 With --backed as much memory as the limit is touched by another process, which ends as a contestant
 starts: a virtual machine's host may have taken it back, and whoever touches it then waits for it.
+It may do so again after some 2 s, which torch's import alone takes.
 "moecache file" computes a GGUF file without torch, as `moecache generate` does.
 Limits are sizes, or shares of the GGUF file or, without it, of the first checkpoint. Files that are
 too large to be copied stay where they are (--in-place): then their disk itself is given the
@@ -85,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
             paths[FILE if mode == "auto" else f"{FILE}, prefetch {mode}"] = arguments.gguf
     chosen = [name for name in paths if name.split(",")[0] in arguments.only]
     chosen += [f"{FAST} {path.name}" for path in arguments.formats]
+    if not chosen:
+        parser.error(f"{', '.join(arguments.only)}: give a GGUF file behind the checkpoint")
     size = _size(arguments.gguf or arguments.checkpoint)
     needed = sum(map(_size, {paths[name] for name in chosen}))
     work = arguments.work or arguments.checkpoint.parent
@@ -106,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
                 for figure in found:
                     figures.append({"read_ahead": read_ahead, "limit": limit, **figure})
                     print(describe(figures[-1]), flush=True)
-    write_figures(arguments, figures=figures)
+    write_figures(arguments, backed=arguments.backed, figures=figures)
     return 0
 
 

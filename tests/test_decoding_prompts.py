@@ -16,7 +16,7 @@ from tests.test_decoding import HIDDEN, call, drawn, grouped, linear, recipe_of
 # More than a block of positions, and no multiple of it.
 NUM = 150
 # Four heads that share keys meet them together; if they are fewer, with those of the next tokens.
-HEADS = {"alone": (3, 3), "two": (4, 2), "four": (4, 1), "six": (12, 2)}
+HEADS = {"alone": (3, 3), "two": (4, 2), "four": (4, 1), "six": (12, 2), "nine": (36, 4)}
 # Widths of whole registers of every level and a rest, and of fewer than one.
 WIDTHS = [(70, 134), (16, 3)]
 

@@ -15,17 +15,13 @@ from moecache import kernels
 from moecache.decoding.gguf.continuing import continue_text, open_prefixes
 from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
 from moecache.decoding.gguf.opening import open_text_model
-from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MoeCacheError, StoreError
-from moecache.stores import open_store
-from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import write_gguf
 from tests.helpers.gguf_texts import QUANTIZED, parts_of
 from tests.helpers.gguf_tokenizers import byte_level
-from tests.helpers.pages import num_descriptors
 
 pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
@@ -158,52 +154,6 @@ def test_a_read_that_fails_leaves_the_text_where_it_was(file: Path, tmp_path: Pa
         assert out == wanted
     with pytest.raises(MoeCacheError, match="closed"):
         model.read(IDS, model.new_cache())
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"blk.1.attn_q.weight": None}, "no tensor blk.1.attn_q.weight"),
-        ({"blk.1.attn_k_norm.weight": None}, "no tensor blk.1.attn_k_norm"),
-        ({"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}, "attn_sinks.weight is none"),
-        ({"blk.0.attn_q.weight": np.zeros((32, 48), np.float32)}, "attn_q.weight is"),
-        ({"output_norm.weight": None}, "no tensor output_norm"),
-        (
-            {f"blk.1.ffn_{part}_exps.weight": None for part in ("gate", "up", "down")},
-            "blk.1 has a router or experts, and not both",
-        ),
-    ],
-)
-def test_what_no_recipe_says_runs_with_torch(
-    tmp_path: Path, change: dict[str, Any], reason: str
-) -> None:
-    """With the reason; all files are closed."""
-    _, metadata, tensors = parts_of("qwen3moe")
-    for key, value in change.items():
-        if value is None:
-            del tensors[key]
-        elif isinstance(value, np.ndarray):
-            tensors[key] = value
-        else:
-            metadata[key] = value
-    path = tmp_path / "model.gguf"
-    write_gguf(path, metadata, tensors)
-    before = num_descriptors()
-    with pytest.raises(NoTextModelError, match=reason):
-        open_text_model(path)
-    assert num_descriptors() == before
-
-
-def test_other_architectures_run_with_torch(tmp_path: Path) -> None:
-    """Theirs have recipes of modules, or none."""
-    known = MODELS["deepseek2 v2"]
-    model = known.build()
-    write_gguf(tmp_path / "m.gguf", known.metadata(model.config), known.tensors(model))
-    with (
-        open_store(tmp_path / "m.gguf") as store,
-        pytest.raises(NoTextModelError, match="deepseek2"),
-    ):
-        FileModel(store)
 
 
 def test_options_that_are_its_own_are_refused(file: Path) -> None:

@@ -932,7 +932,10 @@ cdef class Program:
         self, const Linear *linear, const float *given, int64_t step, int64_t num, float *out,
         int64_t out_step, const Linear *before=NULL
     ) noexcept nogil:
-        """Write products of `num` inputs, `step` apart; those of the product `before` still stand."""
+        """Write products of `num` inputs, `step` apart.
+
+        A product `before` had the same inputs: they are not converted again if both take the same.
+        """
         cdef mc_product product
         memset(&product, 0, sizeof(product))
         product.level = level_in_use()
@@ -985,7 +988,7 @@ cdef class Program:
         heads.first.type, heads.first.scale = self.types[self.at], layer.scale
         heads.num_heads, heads.num_kv_heads = layer.num_heads, layer.num_kv_heads
         heads.parts, heads.window = _parts(layer), layer.window
-        # Of a text's tokens, that is: one token of each text shares no keys.
+        # Tokens of one text share keys; single tokens of several texts do not.
         heads.tile = MC_MOST_TILE if self.each > 1 and not layer.is_latent else 1
         heads.sinks, heads.scores = layer.sinks, self.scores
         heads.most, heads.out = self.longest + self.each, self.mixed
@@ -1375,8 +1378,8 @@ cdef int64_t _parts(const Layer *layer) noexcept nogil:
 
 
 cdef int64_t _rows_at_once(int64_t parts) noexcept nogil:
-    """Return how many rows have scores at once: the more parts, the fewer."""
-    return max(<int64_t>MC_MOST_TILE, ROWS // parts)
+    """Return how many rows have scores at once, in whole tiles: the more parts, the fewer."""
+    return max(<int64_t>1, ROWS // parts // MC_MOST_TILE) * MC_MOST_TILE
 
 
 cdef extern from "<math.h>" nogil:

@@ -120,7 +120,7 @@ typedef struct {
     int64_t num_heads, num_kv_heads;
     int64_t parts; /* of the heads that share keys, each computed by itself */
     int64_t window;        /* positions that a row sees, its own among them; 0: all */
-    int64_t num_rows, tile; /* as many rows of a sequence meet keys that are read once */
+    int64_t num_rows, tile; /* most rows of an item; those of one sequence share a read of its keys */
     const mc_held *held;   /* [num_rows] */
     float *queries;        /* [num_rows, num_heads, width and more_width] */
     const float *sinks;    /* [num_heads], or NULL */

@@ -89,7 +89,7 @@ INLINE void LEVEL(score_few)(
                 own[q * keys + i] = LEVEL(fma)(values[i], some, own[q * keys + i]);              \
         }                                                                                        \
     }
-/* Keys that are not there are others': nobody asks for their products. */
+/* Behind the last key it is read again; such products are not stored. */
 #define PART(FROM, BYTES, BEGIN, WIDTH)                                                          \
     {                                                                                            \
         const uint8_t *from[4];                                                                  \
@@ -217,7 +217,7 @@ INLINE void LEVEL(mix_as)(
         LEVEL(mix_few)(a, shares, num, first, last, c, 1, a->value_width - c, type, out);
 }
 
-/* Both, as functions: for four queries and for one, by the type of keys and values. */
+/* Functions for four queries and for one, by the type of keys and values. */
 #define AS(num, type, NAME)                                                                                      \
     SHARED void LEVEL(score_##NAME)(                                                                             \
         const mc_attention *a, const float *const *queries, int64_t first, int64_t last, float *const *scores)   \
@@ -303,7 +303,7 @@ static void LEVEL(attend)(
     }
 }
 
-/* Of one query, the products with the first `num` keys, and the sum of values whose shares are given. */
+/* Writes one query's products with the first `num` keys; and the sum of values that have these shares. */
 static void LEVEL(score)(const mc_attention *a, const float *query, int64_t num, float *scores)
 {
     (a->type == MC_F32 ? LEVEL(score_one_f32) : LEVEL(score_one_bf16))(a, &query, 0, num, &scores);

@@ -289,8 +289,7 @@ typedef struct {
      * that a query sees. Neighbours that see much the same take the shortest time. */
     void (*attend)(
         const mc_attention *a, const mc_query *queries, int64_t num, float *scores, int64_t step);
-    /* Parts of it, for one query: its products with the first `num` keys; the sum of as many values that have
-     * these shares. */
+    /* One query's products with the first `num` keys, and the sum of as many values that have these shares. */
     void (*score)(const mc_attention *a, const float *query, int64_t num, float *scores);
     void (*mix)(const mc_attention *a, const float *shares, int64_t num, float *out);
     /* Of queries [first, first + num) of the heads that share the keys of `head`, by the type of keys and

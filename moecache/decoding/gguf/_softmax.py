@@ -78,12 +78,19 @@ def _mixtral(said: Metadata) -> dict[str, Any]:
     }
 
 
+def _window(said: Metadata) -> int:
+    found = said.real("attention.sliding_window")
+    if not 1 <= found < 2.0**62:
+        raise said.unsupported("attention.sliding_window", found)
+    return int(found)
+
+
 def _gpt_oss(said: Metadata) -> dict[str, Any]:
     settings = {
         **plain_settings(said),
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
-        "sliding_window": int(said.real("attention.sliding_window")),
+        "sliding_window": _window(said),
         "attention_bias": has_bias(said, *_QKV),
     }
     said.get("expert_gating_func", None)  # a softmax over the chosen ones, as llama.cpp has it

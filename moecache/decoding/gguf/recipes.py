@@ -247,6 +247,9 @@ class FileModel:
 
     def _check(self) -> None:
         """Refuse what a recipe here does not say, and tensors that are not those of its model."""
+        window = self.settings.get("sliding_window")
+        if window is not None and not 1 <= window < 2**31:
+            raise NoTextModelError(f"a window of {window} positions is torch's to refuse")
         if self.settings["hidden_size"] < 1 or self.width % 2:
             raise NoTextModelError(f"heads of {self.width} numbers cannot be turned")
         found = self._store.tensor_shapes
@@ -254,7 +257,8 @@ class FileModel:
         for name, shape in wanted.items():
             if name not in found:
                 raise NoTextModelError(f"the file has no tensor {name}")
-            if tuple(n for n in found[name] if n != 1) != tuple(n for n in shape if n != 1):
+            # A matrix of one row may have lost it.
+            if tuple(found[name]) != shape and (1, *found[name]) != shape:
                 raise NoTextModelError(f"{name} is {list(found[name])}, and not {list(shape)}")
         routers = {name.rpartition(".ffn_")[0] for name in wanted if "ffn_gate_inp.w" in name}
         differing = routers ^ set(self._store.layout.layer_names)
@@ -263,6 +267,7 @@ class FileModel:
         others = [name for name in self.names() if name not in wanted]
         if others:
             raise NoTextModelError(f"tensor {others[0]} is none of this model's")
+        self._check_experts()
         for name, (matrix, _) in self._store.trunk_matrices.items():
             known = matrix.format
             is_computed = known.form is not None and not isinstance(known, StackedFormat)
@@ -270,6 +275,22 @@ class FileModel:
                 raise NoTextModelError(f"{name} in {known.name} runs with torch")
             if name == EMBEDDING and not isinstance(tiler(known.name, 1, matrix.columns), Tiler):
                 raise NoTextModelError(f"rows in {known.name} are torch's to read")
+
+    def _check_experts(self) -> None:
+        wanted: dict[str, str | None] = {"gate_up": None, "down": None}
+        if self.gate:
+            wanted |= {"gate_up_bias": "gate_up", "down_bias": "down"}
+        layout = self._store.layout
+        for at, layer in zip(layout.layer_names, layout.layers, strict=True):
+            roles = {role.name: role for role in layer}
+            if roles.keys() != wanted.keys():
+                raise NoTextModelError(f"{at}'s experts have {', '.join(roles)}")
+            for name, role in roles.items():
+                if not role.format and role.dtype.name not in ("float32", "bfloat16"):
+                    raise NoTextModelError(f"{at}'s {name} in {role.dtype.name} runs with torch")
+                of = wanted[name]
+                if of is not None and role.shape != roles[of].shape[:1]:
+                    raise NoTextModelError(f"{at}'s {name} is {list(role.shape)}")
 
     def _wanted(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the trunk's tensors and their shapes; biases and a head as the file has them."""
@@ -280,6 +301,11 @@ class FileModel:
         yield "output_norm.weight", (hidden,)
         if HEAD in found:
             yield HEAD, (vocabulary, hidden)
+        biased: tuple[str, ...] = ()
+        if self.settings.get("attention_bias") or self.settings.get("qkv_bias"):
+            biased = ("attn_q", "attn_k", "attn_v")
+        if self.settings.get("attention_bias"):
+            biased = (*biased, "attn_output")
         norms = {"olmoe": (heads, keys), "qwen3_moe": (self.width, self.width)}
         for block in range(self.num_layers):
             at = f"blk.{block}"
@@ -295,7 +321,7 @@ class FileModel:
             }
             for name, shape in projections.items():
                 yield f"{at}.{name}.weight", shape
-                if f"{at}.{name}.bias" in found:
+                if name in biased:
                     yield f"{at}.{name}.bias", shape[:1]
             if self._name in norms:
                 for part, width in zip("qk", norms[self._name], strict=True):
@@ -307,17 +333,17 @@ class FileModel:
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, settings = self.settings["hidden_size"], self.settings
         router = f"{at}.ffn_gate_inp.weight"
-        if router not in found:
+        if router not in found and "mlp_only_layers" in settings:
             width, suffix = settings["intermediate_size"], ""
         else:
             num_experts = settings.get("num_experts") or settings["num_local_experts"]
             yield router, (num_experts, hidden)
-            if (bias := f"{at}.ffn_gate_inp.bias") in found:
-                yield bias, (num_experts,)
+            if self.gate:
+                yield f"{at}.ffn_gate_inp.bias", (num_experts,)
             if self.family.shared is None:
                 return
             width, suffix = settings["shared_expert_intermediate_size"], "_shexp"
-            yield f"{at}.ffn_gate_inp_shexp.weight", (hidden,)
+            yield f"{at}.ffn_gate_inp_shexp.weight", (1, hidden)
         yield f"{at}.ffn_gate{suffix}.weight", (width, hidden)
         yield f"{at}.ffn_up{suffix}.weight", (width, hidden)
         yield f"{at}.ffn_down{suffix}.weight", (hidden, width)

@@ -1,0 +1,104 @@
+"""GGUF files that no recipe without torch says: those that torch computes, and broken ones."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache.decoding.gguf.opening import open_text_model
+from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
+from moecache.errors import ConfigError
+from moecache.stores import open_store
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import write_gguf
+from tests.helpers.gguf_texts import parts_of
+from tests.helpers.pages import num_descriptors
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+def check_refused(path: Path, name: str, change: dict[str, Any], reason: str) -> None:
+    """Write a file whose metadata or tensors are changed, and open it."""
+    _, metadata, tensors = parts_of(name)
+    for key, value in change.items():
+        if value is None:
+            del tensors[key]
+        elif isinstance(value, np.ndarray):
+            tensors[key] = value
+        else:
+            metadata[key] = value
+    path = path / "model.gguf"
+    write_gguf(path, metadata, tensors)
+    before = num_descriptors()
+    with pytest.raises(NoTextModelError, match=reason):
+        open_text_model(path)
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"blk.1.attn_q.weight": None}, "no tensor blk.1.attn_q.weight"),
+        ({"blk.1.attn_k_norm.weight": None}, "no tensor blk.1.attn_k_norm"),
+        ({"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}, "attn_sinks.weight is none"),
+        ({"blk.0.attn_q.weight": np.zeros((32, 48), np.float32)}, "attn_q.weight is"),
+        ({"output_norm.weight": None}, "no tensor output_norm"),
+        (
+            {f"blk.1.ffn_{part}_exps.weight": None for part in ("gate", "up", "down")},
+            "blk.1 has a router or experts, and not both",
+        ),
+    ],
+)
+def test_what_no_recipe_says_runs_with_torch(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    """With the reason; all files are closed."""
+    check_refused(tmp_path, "qwen3moe", change, reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("gpt-oss", {"blk.1.ffn_gate_exps.bias": None}, "blk.1's experts have gate_up, down"),
+        ("gpt-oss", {"blk.0.ffn_down_exps.bias": None}, "blk.0's experts have gate_up, down"),
+        ("gpt-oss", {"blk.1.ffn_gate_inp.bias": None}, "no tensor blk.1.ffn_gate_inp.bias"),
+        ("gpt-oss", {"blk.1.attn_output.bias": None}, "no tensor blk.1.attn_output.bias"),
+        (
+            "gpt-oss",
+            {"blk.1.attn_sinks.weight": np.zeros((4, 1), np.float32)},
+            "attn_sinks.weight is",
+        ),
+        ("llama", {"blk.0.attn_q.bias": np.zeros(32, np.float32)}, "attn_q.bias is none"),
+        ("llama", {"blk.0.ffn_gate_inp.weight": None}, "no tensor blk.0.ffn_gate_inp"),
+    ],
+)
+def test_what_a_family_has_is_there_and_nothing_else(
+    tmp_path: Path, name: str, change: dict[str, Any], reason: str
+) -> None:
+    """A tensor that is missing is no zeros, and one too many is not added somewhere."""
+    check_refused(tmp_path, name, change, reason)
+
+
+@pytest.mark.parametrize("window", [0.5, 2.0**63])
+def test_a_window_is_some_positions(tmp_path: Path, window: float) -> None:
+    """Neither none, nor more than there are."""
+    _, metadata, tensors = parts_of("gpt-oss")
+    metadata["gpt-oss.attention.sliding_window"] = window
+    write_gguf(tmp_path / "m.gguf", metadata, tensors)
+    with pytest.raises(ConfigError, match="sliding_window"):
+        open_text_model(tmp_path / "m.gguf")
+
+
+def test_other_architectures_run_with_torch(tmp_path: Path) -> None:
+    """Theirs have recipes of modules, or none."""
+    known = MODELS["deepseek2 v2"]
+    model = known.build()
+    write_gguf(tmp_path / "m.gguf", known.metadata(model.config), known.tensors(model))
+    with (
+        open_store(tmp_path / "m.gguf") as store,
+        pytest.raises(NoTextModelError, match="deepseek2"),
+    ):
+        FileModel(store)

@@ -136,3 +136,19 @@ def test_quantized_weights_are_those_of_the_file(
         found = model.read(IDS, model.new_cache())
         wanted = whole(torch.tensor([IDS])).logits[0, -1].numpy()
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss yarn", "llama"])
+def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:
+    """Nor on what is foreseen; a window is passed on the way."""
+    _, metadata, tensors = parts_of(name, hidden_size=64, intermediate_size=32)
+    write_gguf(tmp_path / "model.gguf", metadata, tensors, {"_exps.weight": "Q4_0"})
+    found = []
+    for options in ({"memory": "100%"}, {"slots": 2}, {"memory": "50%", "prefetch": "router"}):
+        with open_text_model(tmp_path / "model.gguf", **options) as model:
+            for cut in (40, 1, 17):
+                cache = model.new_cache()
+                for start in range(0, len(IDS), cut):
+                    logits = model.read(IDS[start : start + cut], cache)
+                found.append(logits)
+    assert all(np.array_equal(one, found[0]) for one in found)

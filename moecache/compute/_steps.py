@@ -272,7 +272,10 @@ class TokenSteps:
             if self._closed:
                 raise MoeCacheError("the runtime is closed")
             time.sleep(0)
-        # The lock is a barrier: data read behind it was written before the notice.
+        # Its release waits for the look at the notice, and the next acquisition for the release, on
+        # processors of weak order (AArch64), too: what is read then was written before the notice.
+        with self._lock:
+            pass
         with self._lock:
             return int(self._notice[1]) if self.has_stalled else None
 

@@ -236,6 +236,14 @@ def made(model: TextModel, prompt: list[int], num: int = 12, **given: Any) -> Te
     return Text(model, prompt, sampler, TokenTimes(), max_new_tokens=num, **given)
 
 
+def side_by_side(model: TextModel, texts: list[Text]) -> Together:
+    """Return texts that go on together."""
+    together = Together(model)
+    for text in texts:
+        together.add(text)
+    return together
+
+
 def go_on(together: Together, until: Callable[[], bool]) -> list[Text]:
     """Advance until something holds; return the texts that are over."""
     over = list[Text]()
@@ -309,9 +317,7 @@ def test_prompts_go_through_the_model_together(
 def test_short_prompts_have_their_first_tokens_at_once(model: TextModel) -> None:
     """A page's worth of them; one that fails is alone with it, one that is stopped has none."""
     texts = [made(model, prompt) for prompt in (*PROMPTS, [1 + n % 200 for n in range(300)])]
-    together = Together(model)
-    for text in texts:
-        together.add(text)
+    together = side_by_side(model, texts)
     together.advance()
     assert [text.is_reading for text in texts] == [False, False, False, True]
     go_on(together, lambda: all(text.is_over for text in texts))
@@ -345,9 +351,7 @@ def test_a_short_prompt_does_not_have_long_ones_read_twice(model: TextModel) -> 
     beginning = [1 + number % 200 for number in range(300)]
     prompts = [PROMPTS[0], [*beginning, 7, 7], [*beginning, 8]]
     texts = [made(model, prompt, prefixes=prefixes) for prompt in prompts]
-    together = Together(model)
-    for text in texts:
-        together.add(text)
+    together = side_by_side(model, texts)
     go_on(together, lambda: all(text.is_over for text in texts))
     assert [text.streamer.cached_tokens for text in texts] == [0, 0, 256]
 
@@ -357,9 +361,7 @@ def test_a_call_that_fails_at_its_end_changes_nothing(
 ) -> None:
     """As no memory is left for logits: texts go on alone, with their own tokens."""
     texts = [made(model, prompt) for prompt in PROMPTS]
-    together = Together(model)
-    for text in texts:
-        together.add(text)
+    together = side_by_side(model, texts)
     run = TextModel._run
 
     def fail(self: TextModel, program: Any, num: int, *given: Any) -> None:
@@ -402,9 +404,7 @@ def test_short_prompts_that_nobody_wants_end_between_layers(
         wait(self, number, *given)
 
     texts = [made(model, prompt) for prompt in PROMPTS]
-    together = Together(model)
-    for text in texts:
-        together.add(text)
+    together = side_by_side(model, texts)
     monkeypatch.setattr(TextModel, "_wait_for", waited)
     assert set(together.advance()) == set(texts)
     assert len(num_layers) == 1
@@ -467,9 +467,7 @@ def test_an_expert_that_is_gone_ends_the_text_that_needs_it(
 ) -> None:
     """All caches are as they were; the others have their own tokens."""
     texts = [made(model, prompt) for prompt in PROMPTS]
-    together = Together(model)
-    for text in texts:
-        together.add(text)
+    together = side_by_side(model, texts)
     go_on(together, lambda: not any(text.is_reading for text in texts))
     failing, wait, step = texts[1], TextModel._wait_for, Text.step
     num_before = len(failing.streamer.tokens)

@@ -1054,6 +1054,7 @@ cdef class Program:
         cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, j
         cdef int64_t rank = layer.held, more = layer.value_held, head = layer.width + more
         cdef int64_t queries = layer.num_heads * head, low
+        cdef const Linear *before = NULL
         cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
         cdef float *row
         if layer.low.is_there:
@@ -1064,7 +1065,8 @@ cdef class Program:
             self._multiply(&layer.query, self.wide, low, num, self.queries, queries)
         else:
             self._multiply(&layer.query, normed, hidden, num, self.queries, queries)
-        self._multiply(&layer.key, normed, hidden, num, self.keys, rank + more)
+            before = &layer.query
+        self._multiply(&layer.key, normed, hidden, num, self.keys, rank + more, before)
         for i in range(num):
             row = self.keys + i * (rank + more)
             _norm(&layer.key_norm, row, row)

@@ -235,19 +235,37 @@ AS(QUERIES, MC_BF16, four_bf16)
 AS(1, MC_BF16, one_bf16)
 #undef AS
 
-/* The scores, or the sums of values, of some queries with positions [first, last), as far as each sees them: four
- * queries together where all four do. */
+/* One of these functions. */
+typedef void (*LEVEL(meets))(
+    const mc_attention *a, const float *const *given, int64_t first, int64_t last, float *const *out);
+
+/* The scores, or the sums of values, of `num` queries with positions [first, last), which all of them see. */
 INLINE void LEVEL(meet)(
+    LEVEL(meets) meets, const mc_attention *a, const mc_query *queries, int num, int64_t first, int64_t last,
+    float *scores, int64_t step, int is_mixing)
+{
+    const float *given[QUERIES];
+    float *out[QUERIES];
+    if (first >= last)
+        return;
+    for (int q = 0; q < num; q++) {
+        float *score = scores + q * step + (first - queries[q].first);
+        given[q] = is_mixing ? score : queries[q].query;
+        out[q] = is_mixing ? queries[q].out : score;
+    }
+    meets(a, given, first, last, out);
+}
+
+/* The same of up to four queries, as far as each sees these positions: together where all four do. */
+INLINE void LEVEL(meet_some)(
     const mc_attention *a, const mc_query *queries, int num, int64_t first, int64_t last, float *scores,
     int64_t step, int is_mixing)
 {
-    typedef void (*met)(
-        const mc_attention *a, const float *const *given, int64_t first, int64_t last, float *const *out);
     int is_f32 = a->type == MC_F32;
-    met four = is_mixing ? (is_f32 ? LEVEL(mix_four_f32) : LEVEL(mix_four_bf16))
-                         : (is_f32 ? LEVEL(score_four_f32) : LEVEL(score_four_bf16));
-    met one = is_mixing ? (is_f32 ? LEVEL(mix_one_f32) : LEVEL(mix_one_bf16))
-                        : (is_f32 ? LEVEL(score_one_f32) : LEVEL(score_one_bf16));
+    LEVEL(meets) four = is_mixing ? (is_f32 ? LEVEL(mix_four_f32) : LEVEL(mix_four_bf16))
+                                  : (is_f32 ? LEVEL(score_four_f32) : LEVEL(score_four_bf16));
+    LEVEL(meets) one = is_mixing ? (is_f32 ? LEVEL(mix_one_f32) : LEVEL(mix_one_bf16))
+                                 : (is_f32 ? LEVEL(score_one_f32) : LEVEL(score_one_bf16));
     int64_t begin = first, end = last;
     for (int q = 0; q < num; q++) {
         begin = queries[q].first > begin ? queries[q].first : begin;
@@ -255,31 +273,14 @@ INLINE void LEVEL(meet)(
     }
     if (num < QUERIES || end < begin)
         begin = end = last;
-    const float *given[QUERIES];
-    float *out[QUERIES];
-#define MEET(MET, FROM, TO, FIRST, NUM)                                              \
-    {                                                                                \
-        int64_t from = FROM, to = TO;                                                \
-        for (int q = 0; q < (NUM); q++) {                                            \
-            const mc_query *own = queries + (FIRST) + q;                             \
-            float *score = scores + ((FIRST) + q) * step + (from - own->first);      \
-            given[q] = is_mixing ? score : own->query;                               \
-            out[q] = is_mixing ? own->out : score;                                   \
-        }                                                                            \
-        if (from < to)                                                               \
-            MET(a, given, from, to, out);                                            \
-    }
-    for (int one_of = 0; one_of < num; one_of++) {
-        const mc_query *own = queries + one_of;
-        MEET(one, own->first > first ? own->first : first, own->last < begin ? own->last : begin, one_of, 1)
-    }
-    if (begin < end)
-        MEET(four, begin, end, 0, QUERIES)
-    for (int one_of = 0; one_of < num; one_of++) {
-        const mc_query *own = queries + one_of;
-        MEET(one, own->first > end ? own->first : end, own->last < last ? own->last : last, one_of, 1)
-    }
-#undef MEET
+    /* Values' sums go on from position to position. */
+    for (int q = 0; q < num; q++)
+        LEVEL(meet)(one, a, queries + q, 1, queries[q].first > first ? queries[q].first : first,
+                    queries[q].last < begin ? queries[q].last : begin, scores + q * step, step, is_mixing);
+    LEVEL(meet)(four, a, queries, QUERIES, begin, end, scores, step, is_mixing);
+    for (int q = 0; q < num; q++)
+        LEVEL(meet)(one, a, queries + q, 1, queries[q].first > end ? queries[q].first : end,
+                    queries[q].last < last ? queries[q].last : last, scores + q * step, step, is_mixing);
 }
 
 /* Writes the values' means for some queries, weighted by the softmax of their keys' products. */
@@ -294,8 +295,9 @@ static void LEVEL(attend)(
     for (int is_mixing = 0; is_mixing < 2; is_mixing++) {
         for (int64_t t = first; t < last; t += POSITIONS)
             for (int64_t q = 0; q < num; q += QUERIES)
-                LEVEL(meet)(a, queries + q, num - q < QUERIES ? (int)(num - q) : QUERIES, t,
-                            last - t < POSITIONS ? last : t + POSITIONS, scores + q * step, step, is_mixing);
+                LEVEL(meet_some)(a, queries + q, num - q < QUERIES ? (int)(num - q) : QUERIES, t,
+                                 last - t < POSITIONS ? last : t + POSITIONS, scores + q * step, step,
+                                 is_mixing);
         for (int64_t q = 0; q < num && !is_mixing; q++) {
             LEVEL(soften)(scores + q * step, queries[q].last - queries[q].first, queries[q].sink);
             memset(queries[q].out, 0, (size_t)a->value_width * 4);

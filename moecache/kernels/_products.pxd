@@ -29,10 +29,6 @@ cdef extern from "_products.h" nogil:
 
     int mc_levels(const mc_level **levels)
     void mc_use_level(const mc_level *level)
-    void mc_convert(
-        const mc_level *level, const uint8_t *inputs, int given, int wanted,
-        const mc_matrix *matrix, uint8_t *out
-    )
     ctypedef struct mc_conversion:
         const mc_level *level
         const mc_matrix *matrix

@@ -91,6 +91,8 @@ def _gpt_oss(said: Metadata) -> dict[str, Any]:
         "intermediate_size": expert_width(said),
         "num_local_experts": said.size("expert_count", least=1),
         "sliding_window": _window(said),
+        "layer_types": ["sliding_attention", "full_attention"] * (said.num_layers // 2)
+        + ["sliding_attention"] * (said.num_layers % 2),
         "attention_bias": has_bias(said, *_QKV),
     }
     said.get("expert_gating_func", None)  # a softmax over the chosen ones, as llama.cpp has it

@@ -92,6 +92,8 @@ class FileModel:
         self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self._store = store
         self._check()
+        rope = self.settings["rope_parameters"]
+        self._frequencies, self._turn_scale = frequencies(rope, self.width)
 
     @property
     def width(self) -> int:
@@ -152,9 +154,8 @@ class FileModel:
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of positions, float32 [num_positions, width / 2] each."""
-        each, scale = frequencies(self.settings["rope_parameters"], self.width)
-        turned = positions[:, None].astype(np.float32) * each
-        return np.cos(turned) * scale, np.sin(turned) * scale
+        turned = positions[:, None].astype(np.float32) * self._frequencies
+        return np.cos(turned) * self._turn_scale, np.sin(turned) * self._turn_scale
 
     def recipe(self, trunk: Trunk, kernel_of: Callable[[int], tuple[int, SlotKernel]]) -> Recipe:
         """Return the recipe.
@@ -230,9 +231,9 @@ class FileModel:
         )
 
     def _window(self, block: int) -> int | None:
-        # gpt-oss's windows are every other layer's, beginning with the first.
-        is_free = self.family.sinks is not None and block % 2 == 1
-        return None if is_free else self.settings.get("sliding_window")
+        kinds = self.settings.get("layer_types")
+        sees_all = kinds is not None and kinds[block] == "full_attention"
+        return None if sees_all else self.settings.get("sliding_window")
 
     def _feed_forward(self, trunk: Trunk, at: str, suffix: str) -> FeedForward:
         parts = (f"{at}.ffn_{part}{suffix}" for part in ("gate", "up", "down"))
@@ -293,7 +294,7 @@ class FileModel:
                     raise NoTextModelError(f"{at}'s {name} is {list(role.shape)}")
 
     def _wanted(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the trunk's tensors and their shapes; biases and a head as the file has them."""
+        """Yield the trunk's tensors and their shapes; a head as the file has it."""
         hidden, vocabulary = self.settings["hidden_size"], self.settings["vocab_size"]
         heads = self.settings["num_attention_heads"] * self.width
         keys = self.num_kv_heads * self.width

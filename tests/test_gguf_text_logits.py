@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.decoding._program import KeyValues
 from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.gguf.opening import open_text_model
 from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
@@ -20,7 +19,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
-FAMILIES = ["olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "gpt-oss", "gpt-oss yarn"]
+FAMILIES = [
+    *("olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "gpt-oss", "gpt-oss yarn"),
+    *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
+    *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2"),
+]
 # With a length of training, so that pairs are kept, changed in part and changed.
 YARN = {
     "rope_type": "yarn",
@@ -46,16 +49,7 @@ def rounding_cache() -> Any:
 class ExactCache(TextCache):
     """Keeps keys and values in float32: sums in another order move none to another bfloat16."""
 
-    def _grow(self, capacity: int) -> None:
-        num_layers, _, heads, _, width = self._all.shape
-        grown = np.zeros((num_layers, 2, heads, capacity, width), np.float32)
-        grown[:, :, :, : self.length] = self._all[:, :, :, : self.length]
-        shape = 1, heads, capacity, width
-        self._pages = [
-            KeyValues(keys.ctypes.data, values.ctypes.data, "f32", shape, width, grown)
-            for keys, values in grown
-        ]
-        self._all = grown
+    _kind, _dtype = "f32", np.dtype(np.float32)
 
 
 def assert_near(path: Path, model: Any, new_cache: Any) -> None:
@@ -79,6 +73,13 @@ def assert_near(path: Path, model: Any, new_cache: Any) -> None:
         ("llama", {"sliding_window": 5}),
         ("qwen3moe", {"rope_parameters": YARN | {"rope_type": "linear"}}),
         ("qwen3moe", {"rope_parameters": YARN}),
+        *((name, {"attention_bias": True}) for name in ("deepseek2 v3", "dots1", "granitemoe")),
+        ("hunyuan-moe", {"attention_bias": True}),
+        ("deepseek2 v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("deepseek2 v3", {"q_lora_rank": None}),
+        ("ernie4_5-moe", {"moe_num_shared_experts": 0}),
+        ("ernie4_5-moe", {"moe_layer_interval": 2, "num_hidden_layers": 4}),
+        ("glm4moe", {"use_qk_norm": True, "first_k_dense_replace": 0}),
     ],
     ids=str,
 )
@@ -87,7 +88,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     """But for the order of sums."""
     settings = {key: bool(value) if key[0] == "t" else value for key, value in settings.items()}
-    if "moe" in name:
+    if name.startswith(("olmoe", "qwen")):
         settings["norm_topk_prob"] = name.startswith("qwen3")
     model, metadata, tensors = parts_of(name, **settings)
     if "clip_qkv" in settings:
@@ -95,10 +96,34 @@ def test_logits_are_those_of_transformers(
     if "sliding_window" in settings:
         metadata["llama.attention.sliding_window"] = settings["sliding_window"]
     if "rope_parameters" in settings:
-        metadata["qwen3moe.rope.scaling.type"] = settings["rope_parameters"]["rope_type"]
-        metadata["qwen3moe.rope.scaling.factor"] = 4.0
-        metadata["qwen3moe.rope.scaling.original_context_length"] = 64
+        architecture = metadata["general.architecture"]
+        metadata[f"{architecture}.rope.scaling.type"] = settings["rope_parameters"]["rope_type"]
+        metadata[f"{architecture}.rope.scaling.factor"] = 4.0
+        metadata[f"{architecture}.rope.scaling.original_context_length"] = 64
     write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    monkeypatch.setattr("moecache.decoding.gguf.model.TextCache", ExactCache)
+    assert_near(tmp_path / "model.gguf", model, transformers.DynamicCache)
+
+
+def test_a_matrix_that_expands_latents_may_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older converters write it; a block behind the last one guesses further tokens."""
+    model, metadata, tensors = parts_of("deepseek2 v3")
+    for block in range(model.config.num_hidden_layers):
+        for part in "kv":
+            del tensors[f"blk.{block}.attn_{part}_b.weight"]
+        expanding = model.model.layers[block].self_attn.kv_b_proj.weight
+        tensors[f"blk.{block}.attn_kv_b.weight"] = expanding.detach().numpy()
+    last = model.config.num_hidden_layers - 1
+    further = {
+        name.replace(f"blk.{last}.", f"blk.{last + 1}."): 2 * values
+        for name, values in tensors.items()
+        if name.startswith(f"blk.{last}.")
+    }
+    further[f"blk.{last + 1}.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+    metadata |= {"deepseek2.block_count": last + 2, "deepseek2.nextn_predict_layers": 1}
+    write_gguf(tmp_path / "model.gguf", metadata, tensors | further)
     monkeypatch.setattr("moecache.decoding.gguf.model.TextCache", ExactCache)
     assert_near(tmp_path / "model.gguf", model, transformers.DynamicCache)
 
@@ -119,6 +144,9 @@ def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
         # As it is published: the heads' logits without a position stay numbers.
         ("gpt-oss yarn", {"_exps.weight": "MXFP4", "norm": "F32", ".weight": "BF16"}, False),
         ("llama", QUANTIZED, False),
+        ("deepseek2 v2", QUANTIZED, False),
+        ("deepseek2 v3", {"_exps": "Q4_0", "_b": "Q8_0", "": "BF16"}, False),
+        ("glm4moe", QUANTIZED, False),
     ],
     ids=str,
 )
@@ -126,8 +154,9 @@ def test_quantized_weights_are_those_of_the_file(
     tmp_path: Path, name: str, types: dict[str, str], is_tied: bool
 ) -> None:
     """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
-    width = "moe_intermediate_size" if name == "qwen3moe" else "intermediate_size"
-    settings = {"hidden_size": 64, width: 32, "tie_word_embeddings": is_tied}
+    settings = {"hidden_size": 64, "intermediate_size": 32, "tie_word_embeddings": is_tied}
+    if name.startswith(("deepseek2", "glm4moe", "qwen3moe")):
+        settings |= {"moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 32}
     _, metadata, tensors = parts_of(name, **settings)
     path = tmp_path / "model.gguf"
     write_gguf(path, metadata, tensors, types)
@@ -138,10 +167,11 @@ def test_quantized_weights_are_those_of_the_file(
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss yarn", "llama"])
+@pytest.mark.parametrize("name", ["gpt-oss yarn", "llama", "deepseek2 v3"])
 def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:
     """Nor on what is foreseen; a window is passed on the way."""
-    _, metadata, tensors = parts_of(name, hidden_size=64, intermediate_size=32)
+    own = {"moe_intermediate_size": 32} if name.startswith("deepseek2") else {}
+    _, metadata, tensors = parts_of(name, hidden_size=64, intermediate_size=32, **own)
     write_gguf(tmp_path / "model.gguf", metadata, tensors, {"_exps.weight": "Q4_0"})
     found = []
     for options in ({"memory": "100%"}, {"slots": 2}, {"memory": "50%", "prefetch": "router"}):

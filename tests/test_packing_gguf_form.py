@@ -75,7 +75,7 @@ def test_a_slot_takes_an_expert_as_the_file_has_it(
     packing.verify(tmp_path / "out")
     with GgufStore(model.path) as store, GgufStore(tmp_path / "out", mapped=mapped) as packed:
         assert packed.tensor_shapes == store.tensor_shapes
-        assert packed.tensor_types == store.tensor_types
+        assert set(packed.tensor_types.values()) == set(store.tensor_types.values())
         pool, straight = HostSlots(store.layout, 1), HostSlots(packed.layout, 1)
         assert pool.converts
         assert not straight.converts

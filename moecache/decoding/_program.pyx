@@ -201,7 +201,7 @@ cdef class Program:
     Attributes
     ----------
     hidden : ndarray of float32, shape [max_rows, hidden_size]
-        Embeddings of the tokens; to be filled in before a call begins.
+        Embeddings of the tokens, not scaled; to be filled in before a call begins.
     normed : ndarray of float32, shape [max_rows, hidden_size]
         Input of the experts that are asked for.
     ids : ndarray of int32, shape [max_rows, top_k]
@@ -223,6 +223,7 @@ cdef class Program:
     cdef int64_t max_rows
     cdef Norm norm
     cdef Linear head
+    cdef float embedding_scale, logits_scale
     cdef ExpertCache cache
     cdef object recipe
     cdef list owners
@@ -289,6 +290,7 @@ cdef class Program:
         self.slots, self.some, self.offsets, self.pairs, self.places = NULL, NULL, NULL, NULL, NULL
         self.inputs, self.hidden_inputs, self.given = NULL, NULL, NULL
         self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
+        self.embedding_scale, self.logits_scale = recipe.embedding_scale, recipe.logits_scale
         self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
         self.held = <mc_held *>calloc(max(1, self.num_layers) * max_rows, sizeof(mc_held))
         self.types = <int *>calloc(max(1, self.num_layers), sizeof(int))
@@ -728,6 +730,11 @@ cdef class Program:
         self.sin = <const float *>cnp.PyArray_DATA(sin)
         self.num_rows, self.each, self.longest = num, each, longest
         self.num_resident, self.at = 0, 0
+        if self.embedding_scale != 1:
+            _scale(
+                <float *>cnp.PyArray_DATA(self.hidden), num * self.hidden_size,
+                self.embedding_scale
+            )
         return 0
 
     cdef int _check_cache(
@@ -926,6 +933,8 @@ cdef class Program:
                 &self.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows
             )
         self.abandon()
+        if self.logits_scale != 1:
+            out /= np.float32(self.logits_scale)
         return out
 
     cdef void _multiply(

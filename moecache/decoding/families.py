@@ -117,7 +117,9 @@ FAMILIES = {
         scale="router_scaling_factor",
     ),
     # Kimi K2 is one, too.
-    ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(_SIGMOID, is_latent=True),
+    ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(
+        _SIGMOID, pairs="neighbours to halves", is_latent=True
+    ),
     ("deepseek_v2", "DeepseekV2Attention", "DeepseekV2Moe"): Family(
         is_normalized=False,
         has_groups=True,

@@ -33,9 +33,10 @@ def _llama(config: Any) -> dict[str, Any]:
 
 def _interleave_heads(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:
     for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
-        if leaf == f"self_attn.{part}_proj.weight":
-            halves = values.reshape(heads, 2, -1, values.shape[1])
-            return {f"attn_{part}.weight": halves.transpose(0, 2, 1, 3).reshape(values.shape)}
+        if leaf.startswith(f"self_attn.{part}_proj."):
+            halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
+            kind = leaf.rpartition(".")[2]
+            return {f"attn_{part}.{kind}": halves.swapaxes(1, 2).reshape(values.shape)}
     return None
 
 

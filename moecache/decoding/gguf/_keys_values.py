@@ -1,5 +1,6 @@
 """Keys and values of one text, in memory that grows with it."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,8 @@ class TextCache:
 
     Parameters
     ----------
-    num_layers, num_heads, width : int
+    num_layers, num_heads, width, value_width : int
+        The last two are numbers of a key and of a value.
     name : int, optional
         Of the text, if there are others beside it.
 
@@ -26,14 +28,23 @@ class TextCache:
         Positions that are there.
     """
 
+    _kind, _dtype = "bf16", np.dtype(np.uint16)
+
     def __init__(
-        self, num_layers: int, num_heads: int, width: int, name: int | None = None
+        self,
+        num_layers: int,
+        num_heads: int,
+        width: int,
+        value_width: int,
+        name: int | None = None,
     ) -> None:
         self.length = 0
         self.name = name
-        # Keys and values of all layers: one piece of memory, as mapping one waits for whoever
-        # touches another.
-        self._all = np.zeros((num_layers, 2, num_heads, 0, width), np.uint16)
+        self._shape = num_layers, num_heads
+        self._widths = width, value_width
+        self._capacity = 0
+        # Of all layers, [num_layers, num_heads, capacity, width].
+        self._parts = self._allocated(0)
         self._pages: list[KeyValues] = []
 
     def pages(self, num_new: int) -> list[KeyValues]:
@@ -44,19 +55,19 @@ class TextCache:
         MemoryError
             The cache is as it was.
         """
-        capacity = self._capacity(num_new)
-        if capacity > self._all.shape[3]:
+        capacity = self._wanted(num_new)
+        if capacity > self._capacity:
             self._grow(capacity)
         return self._pages
 
     def fits(self, page: Page) -> bool:
         """Return whether a page is of such keys and values."""
-        num_layers, _, heads, _, width = self._all.shape
+        num_layers, heads = self._shape
         num = num_positions(page)
         return len(page) == num_layers and all(
-            part.dtype == np.uint16 and part.shape == (1, heads, num, width)
+            part.dtype == self._dtype and part.shape == (1, heads, num, width)
             for layer in page
-            for part in layer
+            for part, width in zip(layer, self._widths, strict=True)
         )
 
     def restore(self, pages: Sequence[Page]) -> None:
@@ -71,37 +82,48 @@ class TextCache:
         end = self.length
         for page in pages:
             begin, end = end, end + num_positions(page)
-            for layer, parts in enumerate(page):
-                for place, part in enumerate(parts):
-                    self._all[layer, place, :, begin:end] = part[0]
+            for layer, given in enumerate(page):
+                for held, part in zip(self._parts, given, strict=True):
+                    held[layer, :, begin:end] = part[0]
         self.length = end
 
     def page(self, begin: int, end: int) -> Page:
         """Return a copy of the positions from `begin` to `end`."""
-        found = self._all[:, :, None, :, begin:end].copy()
-        return tuple((keys, values) for keys, values in found)
+        keys, values = (held[:, None, :, begin:end].copy() for held in self._parts)
+        return tuple(zip(keys, values, strict=True))
 
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
-        num_layers, _, heads, before, width = self._all.shape
-        capacity = self._capacity(num_new)
-        return 4 * num_layers * heads * capacity * width if capacity > before else 0
+        capacity = self._wanted(num_new)
+        each = math.prod(self._shape) * sum(self._widths) * self._dtype.itemsize
+        return each * capacity if capacity > self._capacity else 0
 
-    def _capacity(self, num_new: int) -> int:
+    def _wanted(self, num_new: int) -> int:
         wanted = self.length + num_new
-        if wanted <= self._all.shape[3]:
-            return int(self._all.shape[3])
+        if wanted <= self._capacity:
+            return self._capacity
         # Half as many again, so that a text of n tokens is copied log(n) times.
         most = max(wanted, self.length * 3 // 2)
         return -(-most // _STEP) * _STEP
 
     def _grow(self, capacity: int) -> None:
-        num_layers, _, heads, _, width = self._all.shape
-        grown = np.zeros((num_layers, 2, heads, capacity, width), np.uint16)
-        grown[:, :, :, : self.length] = self._all[:, :, :, : self.length]
+        grown = self._allocated(capacity)
+        for held, to in zip(self._parts, grown, strict=True):
+            to[:, :, : self.length] = held[:, :, : self.length]
+        (_, heads), (width, value_width) = self._shape, self._widths
         shape = 1, heads, capacity, width
         self._pages = [
-            KeyValues(keys.ctypes.data, values.ctypes.data, "bf16", shape, width, grown)
-            for keys, values in grown
+            KeyValues(keys.ctypes.data, values.ctypes.data, self._kind, shape, value_width, grown)
+            for keys, values in zip(*grown, strict=True)
         ]
-        self._all = grown
+        self._parts, self._capacity = grown, capacity
+
+    def _allocated(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return zeros for keys and values of all layers.
+
+        One piece of memory, as mapping one waits for whoever touches another.
+        """
+        shapes = [(*self._shape, capacity, width) for width in self._widths]
+        sizes = [math.prod(shape) for shape in shapes]
+        both = np.zeros(sum(sizes), self._dtype)
+        return both[: sizes[0]].reshape(shapes[0]), both[sizes[0] :].reshape(shapes[1])

@@ -40,10 +40,23 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
     pairs = np.arange(width // 2, dtype=np.float32)
     ramp = (pairs - np.float32(low)) / np.float32((high - low) or 0.001)
     kept = one - np.clip(ramp, np.float32(0), one)
-    scale = rope.get("attention_factor")
-    if scale is None:
-        scale = 0.1 * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
-    return slow * (one - kept) + found * kept, np.float32(scale)
+    return slow * (one - kept) + found * kept, np.float32(_turn_scale(rope))
+
+
+def sharpness(factor: float, multiplier: float = 1.0) -> float:
+    """Return by how much attention to a longer text is sharper: YaRN, section 3.4."""
+    return 0.1 * multiplier * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _turn_scale(rope: Mapping[str, Any]) -> float:
+    """Return what scales cosines and sines; DeepSeek has its factor elsewhere."""
+    said, factor = rope.get("attention_factor"), rope["factor"]
+    if said is not None:
+        return float(said)
+    own, all_of = rope.get("mscale"), rope.get("mscale_all_dim")
+    if own and all_of:
+        return sharpness(factor, own) / sharpness(factor, all_of)
+    return sharpness(factor)
 
 
 def _pair_of(rope: Mapping[str, Any], turns: float, width: int) -> float:

@@ -79,8 +79,7 @@ class TextModel:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""
-        said = self._said
-        return 4 * said.num_layers * said.num_kv_heads * said.width
+        return self._said.bytes_per_token
 
     def new_cache(
         self, known: Sequence[Page] = (), num_tokens: int = 0, name: int | None = None
@@ -98,7 +97,7 @@ class TextModel:
             Of the text among others that go on beside it, for a policy to tell them apart.
         """
         said = self._said
-        cache = TextCache(said.num_layers, said.num_kv_heads, said.width, name)
+        cache = TextCache(said.num_layers, *said.facts.held, name)
         pages = list(itertools.takewhile(cache.fits, known))
         if not pages and not num_tokens:
             return cache

@@ -1,9 +1,11 @@
 """Trunk: the weights of a GGUF file beside its experts, in memory as kernels take them."""
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from moecache.decoding.embedding import Embed, embed_numbers, embed_rows
@@ -17,6 +19,10 @@ _MOST_THREADS = 4
 # Types of numbers that kernels multiply as they are, by NumPy's names.
 _TYPES = {"float32": "f32", "bfloat16": "bf16"}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+# Tensors that expand latents; older files have one of both.
+_EXPANDING = re.compile(r"(blk\.\d+)\.attn_(?:k|v|kv)_b\.weight")
+# Types whose values bfloat16 would not hold.
+_WIDE = ("F32", "F16")
 
 
 class Trunk:
@@ -40,13 +46,22 @@ class Trunk:
         # The largest first, lest a head keep one thread busy when all others are done; the others
         # in the order of the file. An embedding is multiplied by where it is the head, too, in
         # another form than its rows are.
-        wanted = [name for name in names if name != EMBEDDING or HEAD not in self._names]
+        wanted = [
+            name
+            for name in names
+            if (name != EMBEDDING or HEAD not in self._names) and not _EXPANDING.fullmatch(name)
+        ]
+        expanding = filter(None, map(_EXPANDING.fullmatch, names))
         order = sorted(wanted, key=lambda name: -(self._nbytes(name) // CHUNK_BYTES))
         # One more than compute forms: another reads meanwhile.
         self._pool = ThreadPoolExecutor(min(_MOST_THREADS, num_threads() + 1), "moecache-trunk")
         self._rows = self._pool.submit(self._read_rows)
         self._found: dict[str, Future[Any]] = {
             name: self._pool.submit(self._read, name) for name in order
+        }
+        self._expansions: dict[str, Future[np.ndarray]] = {
+            at: self._pool.submit(self._read_expansion, at)
+            for at in dict.fromkeys(match.group(1) for match in expanding)
         }
 
     def __contains__(self, name: str) -> bool:
@@ -80,6 +95,24 @@ class Trunk:
         """Return the numbers of a tensor of one dimension, float32."""
         found: np.ndarray = self._found[name].result()[0]
         return found
+
+    def expansion(self, at: str, num_heads: int) -> np.ndarray:
+        """Return what makes a head's key and value of a latent.
+
+        Quantized values are rounded to bfloat16, others are as they are.
+
+        Parameters
+        ----------
+        at : str
+            Block, such as "blk.3".
+        num_heads : int
+
+        Returns
+        -------
+        ndarray of float32 or bfloat16, shape [num_heads, width + value_width, rank]
+        """
+        found = self._expansions[at].result()
+        return found.reshape(num_heads, -1, found.shape[-1])
 
     def embed(self) -> Embed:
         """Return what writes tokens' embeddings."""
@@ -119,6 +152,21 @@ class Trunk:
         held[...] = found
         rows, columns = found.shape if found.ndim == 2 else (1, found.size)
         return held, _TYPES[found.dtype.name], rows, columns
+
+    def _read_expansion(self, at: str) -> np.ndarray:
+        names = [f"{at}.attn_{part}_b.weight" for part in ("kv", "k", "v")]
+        names = [name for name in names if name in self]
+        types = self._store.tensor_types
+        dtype = np.float32 if any(types[name] in _WIDE for name in names) else ml_dtypes.bfloat16
+        found = [self._store.read_tensor(name).astype(dtype, copy=False) for name in names]
+        if len(found) == 2:
+            keys, values = found  # keys transposed, for products with a query
+            found = [np.concatenate([keys.swapaxes(1, 2), values], axis=1)]
+        joined = found[0]
+        held = self._memory.lasting(joined.nbytes).view(dtype).reshape(joined.shape)
+        held[...] = joined
+        self._done.append(held.nbytes)
+        return held
 
     def _read_rows(self) -> Embed:
         name = EMBEDDING

@@ -346,8 +346,6 @@ class Decoder:
             return None
         hidden = program.hidden[:num_rows]
         reading.embed(ids, hidden)
-        if reading.recipe.embedding_scale != 1:
-            hidden *= np.float32(reading.recipe.embedding_scale)
         cos, sin = rotary.angles(positions, apart=begins is None)
         observe = observer(self._runtime.steps, program, self._look_ahead())
         names = self._sequences
@@ -372,8 +370,6 @@ class Decoder:
             program.resume()
             missed = program.run()
         logits = program.logits_of(num_logits)
-        if reading.recipe.logits_scale != 1:
-            logits /= np.float32(reading.recipe.logits_scale)
         # All layers or none: a cache whose layers differ in length is no cache.
         with uninterrupted():
             for cache in caches:

@@ -12,6 +12,7 @@ from moecache.kernels import values_in
 from moecache.layout import Role
 from moecache.stores._file import ReadOnlyFile
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
+from moecache.stores._mtp import enclosing
 from moecache.stores._paths import find_path
 from moecache.stores._tensors import CheckpointStore
 from moecache.stores.gguf._experts import find_experts, is_expert, matrix_of, stack_name
@@ -119,8 +120,11 @@ class GgufStore(CheckpointStore):
     @property
     def trunk_bytes(self) -> int:
         """Bytes of all tensors but the experts', as they are stored and `load` keeps them."""
+        left_out = self.mtp_layers
         return sum(
-            entry.nbytes for name, (_, entry) in self._tensors.items() if not is_expert(name)
+            entry.nbytes
+            for name, (_, entry) in self._tensors.items()
+            if not (is_expert(name) or enclosing(name, left_out))
         )
 
     @property
@@ -141,9 +145,9 @@ class GgufStore(CheckpointStore):
         return shapes
 
     @property
-    def tensor_types(self) -> set[str]:
-        """Names of the types that tensors have, as ggml gives them."""
-        return {entry.type.name for _, entry in self._tensors.values()}
+    def tensor_types(self) -> dict[str, str]:
+        """The name of each tensor's type, as ggml gives it, by the tensor's name."""
+        return {name: entry.type.name for name, (_, entry) in self._tensors.items()}
 
     def read_tensor(self, name: str) -> np.ndarray:
         """Return a copy of any tensor, in its stored dtype; a quantized one as float32 values.

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
-from moecache.decoding.gguf import _softmax
+from moecache.decoding.gguf import _sigmoid
 from moecache.decoding.gguf._architecture import Architecture
+from moecache.decoding.gguf._known import KNOWN
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.errors import ConfigError
 from moecache.integrations.transformers.gguf import (
@@ -15,46 +16,32 @@ from moecache.integrations.transformers.gguf import (
     _layers,
     _linear,
     _mamba,
-    _sigmoid,
     _windows,
 )
 
 ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
+    **{name: known.architecture for name, known in KNOWN.items()},
     "afmoe": _layers.AFMOE,
     "bailingmoe3": _delta.BAILING3,
     "cohere2moe": _layers.COHERE2MOE,
-    "deepseek2": _sigmoid.deepseek2,
     "deepseek32": _sigmoid.DEEPSEEK_V32,
     "deepseek4": _compressed.DEEPSEEK_V4,
-    "dots1": _sigmoid.DOTS1,
-    "ernie4_5-moe": _sigmoid.ERNIE4_5_MOE,
     "exaone-moe": _layers.EXAONE_MOE,
     "gemma4": _layers.GEMMA4,
     "glm-dsa": _sigmoid.GLM_DSA,
-    "glm4moe": _sigmoid.GLM4_MOE,
-    "gpt-oss": _softmax.GPT_OSS,
     "granitehybrid": _mamba.GRANITE_HYBRID,
-    "granitemoe": _softmax.granitemoe,
-    "hunyuan-moe": _softmax.HUNYUAN_MOE,
-    "hy_v3": _sigmoid.HY_V3,
     "hy_v4": _connections.HY_V4,
     "jamba": _mamba.JAMBA,
     "kimi-linear": _delta.KIMI_LINEAR,
     "lfm2moe": _layers.LFM2MOE,
-    "llama": _softmax.MIXTRAL,
     "llama4": _factored.LLAMA4,
     "mimo2": _windows.MIMO2,
-    "minimax-m2": _sigmoid.MINIMAX_M2,
     "minimax-m3": _blocks.MINIMAX_M3,
     "mistral4": _sigmoid.MISTRAL4,
     "nemotron_h_moe": _mamba.NEMOTRON_H_MOE,
-    "olmoe": _softmax.OLMOE,
     "phimoe": _factored.PHIMOE,
-    "qwen2moe": _softmax.QWEN2MOE,
     "qwen35moe": _linear.QWEN35MOE,
-    "qwen3moe": _softmax.QWEN3MOE,
     "qwen3next": _linear.QWEN3NEXT,
-    "qwen3vlmoe": _softmax.QWEN3VLMOE,
     "qwen4exp": _connections.QWEN4,
 }
 

@@ -1,0 +1,154 @@
+"""Facts of a GGUF file's model: its sizes and choices, whatever its family calls them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moecache.decoding.families import Family
+from moecache.decoding.gguf._known import Known
+from moecache.decoding.gguf.angles import sharpness
+
+# Of transformers' models, whatever a file says of other norms; and where files say nothing.
+LATENT_EPSILON = 1e-6
+_NORM_MIN = 1e-12
+
+
+class Facts:
+    """What a model's settings say, by one name each.
+
+    Parameters
+    ----------
+    settings : mapping
+        As transformers' configuration has them.
+    family : Family
+    known : Known
+
+    Attributes
+    ----------
+    hidden_size, vocabulary, num_layers, context : int
+        Positions that a text may have are the last.
+    num_heads, num_kv_heads : int
+    width, value_width, turned : int
+        Numbers of a head's query, of its value, and of the first that positions turn.
+    num_experts, top_k : int
+    rank : int or None
+        Numbers of a latent that keys and values are made of.
+    low_rank : int or None
+        Numbers that queries are made of, if there are some between.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], family: Family, known: Known) -> None:
+        self.settings, self.family, self.known = settings, family, known
+        self.hidden_size: int = settings["hidden_size"]
+        self.vocabulary: int = settings["vocab_size"]
+        self.num_layers: int = settings["num_hidden_layers"]
+        self.context: int = settings["max_position_embeddings"]
+        self.num_heads: int = settings["num_attention_heads"]
+        self.num_kv_heads: int = settings["num_key_value_heads"]
+        self.top_k: int = settings["num_experts_per_tok"]
+        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        self.num_experts: int = next(settings[key] for key in counts if key in settings)
+        self.rank: int | None = settings.get("kv_lora_rank")
+        self.low_rank: int | None = settings.get("q_lora_rank")
+        rope = settings["rope_parameters"]
+        if self.rank is not None:
+            self.turned: int = settings["qk_rope_head_dim"]
+            self.width: int = settings["qk_nope_head_dim"] + self.turned
+            self.value_width: int = settings["v_head_dim"]
+            return
+        self.width = settings.get("head_dim") or self.hidden_size // self.num_heads
+        self.value_width = self.width
+        self.turned = int(self.width * rope.get("partial_rotary_factor", 1.0))
+
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """Heads, and numbers of a key and of a value, that a position leaves behind."""
+        if self.rank is not None:
+            return 1, self.rank, self.turned
+        return self.num_kv_heads, self.width, self.value_width
+
+    @property
+    def scale(self) -> float:
+        """What multiplies products of queries and keys."""
+        said = self.settings.get("attention_multiplier")
+        if said is not None:
+            return float(said)
+        rope = self.settings["rope_parameters"]
+        stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
+        factor = sharpness(rope["factor"], rope["mscale_all_dim"]) if stretched else 1.0
+        return float(self.width**-0.5 * factor * factor)
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return any(self.settings.get(key) for key in ("attention_bias", "qkv_bias", "use_bias"))
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys have norms."""
+        return bool(self.known.head_norms) and bool(self.settings.get("use_qk_norm", True))
+
+    @property
+    def expert_width(self) -> int:
+        """Rows of an expert's gate."""
+        found: int = self.settings.get("moe_intermediate_size", self.settings["intermediate_size"])
+        return found
+
+    @property
+    def dense_width(self) -> int:
+        """Rows of the gate of a layer without experts."""
+        found: int = self.settings["intermediate_size"]
+        return found
+
+    @property
+    def shared_width(self) -> int:
+        """Rows of the gate of what all tokens use beside their experts; 0 if there is nothing."""
+        if self.family.shared is None:
+            return 0
+        counts = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+        for key in counts:
+            if key in self.settings:
+                return int(self.settings[key] * self.expert_width)
+        return int(self.settings.get("shared_expert_intermediate_size", self.expert_width))
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Groups of experts, and of how many of them a token has its own."""
+        said = self.settings
+        if not self.family.has_groups or said.get("topk_method") == "greedy":
+            return 1, 1
+        return said["n_group"], said["topk_group"]
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether experts' weights are divided by their sum."""
+        said = self.family.is_normalized
+        return bool(self.settings[said]) if isinstance(said, str) else said
+
+    @property
+    def floor(self) -> float:
+        """Least of that sum."""
+        return 0.0 if self.family.floor is None else _NORM_MIN
+
+    @property
+    def experts_scale(self) -> float:
+        """What multiplies experts' weights."""
+        names = ("routed_scaling_factor", "router_scaling_factor")
+        return float(next((self.settings[key] for key in names if key in self.settings), 1.0))
+
+    def is_dense(self, block: int) -> bool:
+        """Return whether a layer has no experts."""
+        said = self.settings
+        if "first_k_dense_replace" in said:
+            return bool(block < said["first_k_dense_replace"])
+        if "moe_layer_start_index" in said:
+            start, end = said["moe_layer_start_index"], said["moe_layer_end_index"]
+            return not (start <= block <= end and (block + 1) % said["moe_layer_interval"] == 0)
+        if "mlp_layer_types" in said:
+            return bool(said["mlp_layer_types"][block] == "dense")
+        return block in said.get("mlp_only_layers", ())
+
+    def window(self, block: int) -> int | None:
+        """Return how many positions a layer's tokens see; `None` if it is all of them."""
+        kinds = self.settings.get("layer_types")
+        sees_all = kinds is not None and kinds[block] == "full_attention"
+        return None if sees_all else self.settings.get("sliding_window")

@@ -1,0 +1,74 @@
+"""Architectures whose texts run without torch, and what a recipe has to know of their files."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moecache.decoding.families import FAMILIES, Family
+from moecache.decoding.gguf import _sigmoid, _softmax
+from moecache.decoding.gguf._architecture import Architecture
+from moecache.decoding.gguf._metadata import Metadata
+
+
+@dataclass(frozen=True)
+class Known:
+    """An architecture, and its files' ways that its row in `FAMILIES` does not say.
+
+    Tensors are the model's own, name by name; where rows of heads are in another order than
+    transformers', pairs that are turned together are neighbours.
+
+    Parameters
+    ----------
+    architecture : Architecture, or callable (Metadata)
+        Which returns one.
+    forward_norm : str
+        Tensor of the norm before a feed-forward.
+    head_norms : {"", "each", "all"}
+        Whether queries and keys have norms: of each head, or of all of them at once.
+    has_out_bias : bool
+        Whether what attention gives has a bias if queries have.
+    gate : mapping
+        How experts' gates are computed: options of `SlotKernel`.
+    """
+
+    architecture: Architecture | Callable[[Metadata], Architecture]
+    forward_norm: str = "ffn_norm"
+    head_norms: str = ""
+    has_out_bias: bool = True
+    gate: Mapping[str, Any] = field(default_factory=dict)
+
+    def find(self, said: Metadata) -> Architecture:
+        """Return the architecture that a file is of."""
+        found = self.architecture
+        return found if isinstance(found, Architecture) else found(said)
+
+
+KNOWN: Mapping[str, Known] = {
+    "deepseek2": Known(_sigmoid.deepseek2),
+    "dots1": Known(_sigmoid.DOTS1, head_norms="each"),
+    "ernie4_5-moe": Known(_sigmoid.ERNIE4_5_MOE),
+    "glm4moe": Known(
+        _sigmoid.GLM4_MOE,
+        forward_norm="post_attention_norm",
+        head_norms="each",
+        has_out_bias=False,
+    ),
+    "gpt-oss": Known(
+        _softmax.GPT_OSS, forward_norm="post_attention_norm", gate={"activation": "swiglu"}
+    ),
+    "granitemoe": Known(_softmax.granitemoe),
+    "hunyuan-moe": Known(_softmax.HUNYUAN_MOE, head_norms="each"),
+    "hy_v3": Known(_sigmoid.HY_V3, head_norms="each"),
+    "llama": Known(_softmax.MIXTRAL),
+    "minimax-m2": Known(_sigmoid.MINIMAX_M2, head_norms="all"),
+    "olmoe": Known(_softmax.OLMOE, head_norms="all"),
+    "qwen2moe": Known(_softmax.QWEN2MOE, has_out_bias=False),
+    "qwen3moe": Known(_softmax.QWEN3MOE, head_norms="each"),
+    "qwen3vlmoe": Known(_softmax.QWEN3VLMOE, head_norms="each"),
+}
+
+
+def family_of(architecture: Architecture) -> Family | None:
+    """Return the row of an architecture's attention; `None` if there is none."""
+    wanted = f"{architecture.prefix}Attention"
+    return next((row for (_, kind, _), row in FAMILIES.items() if kind == wanted), None)

@@ -1,0 +1,207 @@
+"""Tensors of a GGUF file: those that its model has, and whether the file has just these."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from moecache.decoding.gguf._common import CORRECTION
+from moecache.decoding.gguf._facts import Facts
+from moecache.decoding.gguf.trunk import EMBEDDING, HEAD
+from moecache.errors import ConfigError
+from moecache.formats import StackedFormat
+from moecache.kernels import tiler
+from moecache.kernels._kernels import Matrix, Tiler
+from moecache.stores import GgufStore
+
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_MOST_RANK = 1024  # of latents, as `Program` has room for
+
+Shapes = Mapping[str, tuple[int, ...]]
+Wanted = Iterator[tuple[str, tuple[int, ...]]]
+
+
+class NoTextModelError(ConfigError):
+    """A file's model that runs with torch alone, and the reason."""
+
+
+def trunk_names(shapes: Shapes, num_layers: int) -> list[str]:
+    """Return the tensors that the model runs but its experts', in the order of the file."""
+    return [
+        name for name in shapes if not _EXPERTS.fullmatch(name) and not _is_behind(name, num_layers)
+    ]
+
+
+def correction_of(shapes: Shapes, at: str) -> str | None:
+    """Return the tensor that corrects a router's scores, if a block has one."""
+    names = (f"{at}.{CORRECTION}", f"{at}.{CORRECTION.removesuffix('.bias')}")
+    return next((name for name in names if name in shapes), None)
+
+
+def check_tensors(store: GgufStore, facts: Facts) -> None:
+    """Look whether a file's tensors are those of its model, in types that kernels multiply.
+
+    Raises
+    ------
+    NoTextModelError
+        If not, with the reason.
+    """
+    found = store.tensor_shapes
+    wanted = dict(_wanted(facts, found))
+    for name, shape in wanted.items():
+        if name not in found:
+            raise NoTextModelError(f"the file has no tensor {name}")
+        # A matrix of one row may have lost it.
+        if tuple(found[name]) != shape and (1, *found[name]) != shape:
+            raise NoTextModelError(f"{name} is {list(found[name])}, and not {list(shape)}")
+    routers = {name.rpartition(".ffn_")[0] for name in wanted if "ffn_gate_inp.w" in name}
+    layers = {at for at in store.layout.layer_names if not _is_behind(f"{at}.", facts.num_layers)}
+    differing = routers ^ layers
+    if differing:
+        raise NoTextModelError(f"{min(differing)} has a router or experts, and not both")
+    others = [name for name in trunk_names(found, facts.num_layers) if name not in wanted]
+    if others:
+        raise NoTextModelError(f"tensor {others[0]} is none of this model's")
+    _check_behind(store, facts)
+    _check_experts(store, facts)
+    for name, (matrix, _) in store.trunk_matrices.items():
+        if name not in wanted or _is_expanded(name):
+            continue
+        known = matrix.format
+        is_computed = known.form is not None and not isinstance(known, StackedFormat)
+        if matrix.is_tiled or not is_computed or not _has_kernel(known.name, matrix.columns):
+            raise NoTextModelError(f"{name} in {known.name} runs with torch")
+        if name == EMBEDDING and not isinstance(tiler(known.name, 1, matrix.columns), Tiler):
+            raise NoTextModelError(f"rows in {known.name} are torch's to read")
+
+
+def _is_behind(name: str, num_layers: int) -> bool:
+    """Return whether a tensor is of a block that guesses further tokens, and is not run."""
+    block = _BLOCK.match(name)
+    return block is not None and int(block.group(1)) >= num_layers
+
+
+def _is_expanded(name: str) -> bool:
+    """Return whether a matrix becomes part of what expands latents, which is numbers."""
+    return name.endswith("attn_kv_b.weight")
+
+
+def _check_behind(store: GgufStore, facts: Facts) -> None:
+    behind = {name for name in store.tensor_shapes if _is_behind(name, facts.num_layers)}
+    blocks = {name.split(".")[1] for name in behind}
+    for block in sorted(blocks):
+        if not any(name.startswith(f"blk.{block}.nextn.") for name in behind):
+            raise NoTextModelError(f"block {block} is none of the model's, and guesses nothing")
+
+
+def _check_experts(store: GgufStore, facts: Facts) -> None:
+    wanted: dict[str, str | None] = {"gate_up": None, "down": None}
+    if facts.known.gate:
+        wanted |= {"gate_up_bias": "gate_up", "down_bias": "down"}
+    layout = store.layout
+    for at, layer in zip(layout.layer_names, layout.layers, strict=True):
+        roles = {role.name: role for role in layer}
+        if _is_behind(f"{at}.", facts.num_layers):
+            continue
+        if roles.keys() != wanted.keys():
+            raise NoTextModelError(f"{at}'s experts have {', '.join(roles)}")
+        for name, role in roles.items():
+            if not role.format and role.dtype.name not in ("float32", "bfloat16"):
+                raise NoTextModelError(f"{at}'s {name} in {role.dtype.name} runs with torch")
+            of = wanted[name]
+            if of is not None and role.shape != roles[of].shape[:1]:
+                raise NoTextModelError(f"{at}'s {name} is {list(role.shape)}")
+        width, hidden = facts.expert_width, facts.hidden_size
+        for name, shape in {"gate_up": (2 * width, hidden), "down": (hidden, width)}.items():
+            if roles[name].shape != shape:
+                raise NoTextModelError(f"{at}'s {name} is {list(roles[name].shape)}")
+
+
+def _wanted(facts: Facts, found: Shapes) -> Wanted:
+    """Yield the trunk's tensors and their shapes; a head as the file has it."""
+    hidden = facts.hidden_size
+    yield EMBEDDING, (facts.vocabulary, hidden)
+    yield "output_norm.weight", (hidden,)
+    if HEAD in found:
+        yield HEAD, (facts.vocabulary, hidden)
+    for block in range(facts.num_layers):
+        at = f"blk.{block}"
+        for name in ("attn_norm", facts.known.forward_norm):
+            yield f"{at}.{name}.weight", (hidden,)
+        yield from _attention(facts, at) if facts.rank is None else _latents(facts, at, found)
+        if facts.is_dense(block):
+            yield from _feed_forward(at, "", facts.dense_width, hidden)
+        else:
+            yield from _experts(facts, at, found)
+
+
+def _attention(facts: Facts, at: str) -> Wanted:
+    hidden, width = facts.hidden_size, facts.width
+    heads, keys = facts.num_heads * width, facts.num_kv_heads * width
+    if facts.family.sinks is not None:
+        yield f"{at}.attn_sinks.weight", (facts.num_heads,)
+    projections = {"attn_q": heads, "attn_k": keys, "attn_v": keys}
+    for name, rows in projections.items():
+        yield from _linear(f"{at}.{name}", rows, hidden, has_bias=facts.is_biased)
+    has_out_bias = facts.is_biased and facts.known.has_out_bias
+    yield from _linear(f"{at}.attn_output", hidden, heads, has_bias=has_out_bias)
+    if facts.has_head_norms:
+        is_each = facts.known.head_norms == "each"
+        yield f"{at}.attn_q_norm.weight", (width if is_each else heads,)
+        yield f"{at}.attn_k_norm.weight", (width if is_each else keys,)
+
+
+def _latents(facts: Facts, at: str, found: Shapes) -> Wanted:
+    hidden, heads, rank, low = facts.hidden_size, facts.num_heads, facts.rank, facts.low_rank
+    assert rank is not None
+    if not 1 <= rank <= _MOST_RANK:
+        raise NoTextModelError(f"latents of {rank} numbers run with torch")
+    queries, content = heads * facts.width, facts.width - facts.turned
+    if low is None:
+        yield f"{at}.attn_q.weight", (queries, hidden)
+    else:
+        yield from _linear(f"{at}.attn_q_a", low, hidden, has_bias=facts.is_biased)
+        yield f"{at}.attn_q_a_norm.weight", (low,)
+        yield f"{at}.attn_q_b.weight", (queries, low)
+    name = f"{at}.attn_kv_a_mqa"
+    yield from _linear(name, rank + facts.turned, hidden, has_bias=facts.is_biased)
+    yield f"{at}.attn_kv_a_norm.weight", (rank,)
+    if f"{at}.attn_k_b.weight" in found:
+        yield f"{at}.attn_k_b.weight", (heads, rank, content)
+        yield f"{at}.attn_v_b.weight", (heads, facts.value_width, rank)
+    else:
+        yield f"{at}.attn_kv_b.weight", (heads * (content + facts.value_width), rank)
+    values = heads * facts.value_width
+    yield from _linear(f"{at}.attn_output", hidden, values, has_bias=facts.is_biased)
+
+
+def _experts(facts: Facts, at: str, found: Shapes) -> Wanted:
+    hidden, count = facts.hidden_size, facts.num_experts
+    # The gate's form of gpt-oss, and biases, come together.
+    yield from _linear(f"{at}.ffn_gate_inp", count, hidden, has_bias=bool(facts.known.gate))
+    correction = correction_of(found, at)
+    if facts.family.correction is not None and correction is not None:
+        yield correction, (count,)
+    if facts.shared_width:
+        yield from _feed_forward(at, "_shexp", facts.shared_width, hidden)
+        if facts.family.shared_weight is not None:
+            yield f"{at}.ffn_gate_inp_shexp.weight", (1, hidden)
+
+
+def _feed_forward(at: str, suffix: str, width: int, hidden: int) -> Wanted:
+    yield f"{at}.ffn_gate{suffix}.weight", (width, hidden)
+    yield f"{at}.ffn_up{suffix}.weight", (width, hidden)
+    yield f"{at}.ffn_down{suffix}.weight", (hidden, width)
+
+
+def _linear(name: str, rows: int, columns: int, *, has_bias: bool) -> Wanted:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _has_kernel(name: str, columns: int) -> bool:
+    try:
+        Matrix(64, name, 1, columns)  # an address that nothing is read from
+    except ConfigError:
+        return False
+    return True

@@ -9,6 +9,7 @@ from libc.string cimport memset
 
 from moecache.cache._cache cimport ExpertCache
 from moecache.decoding._steps cimport (
+    MC_MOST_RANK,
     MC_MOST_TILE,
     MC_PAIRED_HALVES,
     MC_PAIRED_NEIGHBOURS,
@@ -464,11 +465,11 @@ cdef class Program:
         layer.width, layer.value_width = a.width, a.value_width
         layer.held, layer.value_held = rank, more
         self._bind_rotation(layer, a, more)
-        if a.num_heads < 1 or rank > 1024 or (
+        if a.num_heads < 1 or rank > MC_MOST_RANK or (
             (<object>expand).shape != (a.num_heads, a.width + a.value_width, rank)
         ):
             raise ConfigError(
-                f"{(<object>expand).shape} does not expand latents of {rank}, at most 1024, to "
+                f"{(<object>expand).shape} does not expand latents of {rank}, at most {MC_MOST_RANK}, to "
                 f"{a.num_heads} keys of {a.width} and values of {a.value_width}"
             )
         if a.low is not None:
@@ -998,7 +999,7 @@ cdef class Program:
         heads.num_heads, heads.num_kv_heads = layer.num_heads, layer.num_kv_heads
         heads.parts, heads.window = _parts(layer), layer.window
         # Tokens of one text share keys; single tokens of several texts do not.
-        heads.tile = MC_MOST_TILE if self.each > 1 and not layer.is_latent else 1
+        heads.tile = MC_MOST_TILE if self.each > 1 else 1
         heads.sinks, heads.scores = layer.sinks, self.scores
         heads.most, heads.out = self.longest + self.each, self.mixed
         with nogil:

@@ -190,36 +190,55 @@ static void mc_attend_item(void *job, int64_t item)
 /* The same of latents, which are keys and values both: DeepSeek-AI, DeepSeek-V2, 2024. Products with
  * the matrix that would expand them to keys are taken into the query, and those that would expand them
  * to values come after the sum. */
-static void mc_latent_item(void *job, int64_t item)
+enum { MC_MOST_RANK = 1024 };
+static void mc_latent_rows(
+    const mc_heads *h, int64_t row, int64_t num, int64_t head, int64_t each, float *scores)
 {
-    const mc_heads *h = job;
-    int64_t each = h->num_heads / h->parts, head = item % h->parts * each, row = item / h->parts;
-    int64_t rank = h->first.width, more = h->first.more_width, size = h->expand_type == MC_F32 ? 4 : 2;
-    float mixed[4 * 1024];
-    mc_attention rows = {.key_step = rank * size, .value_step = rank * size, .width = rank,
+    int64_t rank = h->first.width, more = h->first.more_width;
+    int64_t step = rank * (h->expand_type == MC_F32 ? 4 : 2);
+    float mixed[MC_MOST_TILE * 4 * MC_MOST_RANK];
+    mc_attention rows = {.key_step = step, .value_step = step, .width = rank,
                          .value_width = rank, .type = h->expand_type, .scale = 1};
-    for (int64_t i = 0; i < each; i++) {
-        int64_t at = row * h->num_heads + head + i;
-        const float *given = h->given + at * (h->content + more);
-        float *query = h->queries + at * (rank + more);
-        rows.values = h->expand + (head + i) * (h->content + h->out_width) * rows.key_step;
-        h->level->mix(&rows, given, h->content, query);
-        memcpy(query + rank, given + h->content, (size_t)more * sizeof *query);
-    }
     mc_attention a = mc_held_of(h, row, 0);
-    mc_query queries[4];
+    mc_query queries[MC_MOST_TILE * 4] = {{0}};
+    const float *given[MC_MOST_TILE];
+    float *out[MC_MOST_TILE];
     /* What is held as values is the keys' second part. */
     a.more = a.values;
     a.values = a.keys;
-    for (int64_t i = 0; i < each; i++)
-        queries[i] = mc_query_of(h, row, head + i, mixed + i * rank);
-    h->level->attend(&a, queries, each, h->scores + item * 4 * h->most, h->most);
     for (int64_t i = 0; i < each; i++) {
-        rows.keys = rows.more = h->expand
-            + ((head + i) * (h->content + h->out_width) + h->content) * rows.key_step;
-        h->level->score(
-            &rows, mixed + i * rank, h->out_width,
-            h->out + (row * h->num_heads + head + i) * h->out_width);
+        for (int64_t r = 0; r < num; r++) {
+            int64_t at = (row + r) * h->num_heads + head + i;
+            given[r] = h->given + at * (h->content + more);
+            out[r] = h->queries + at * (rank + more);
+            memcpy(out[r] + rank, given[r] + h->content, (size_t)more * sizeof **out);
+            queries[r * each + i] = mc_query_of(h, row + r, head + i, mixed + (r * each + i) * rank);
+        }
+        rows.values = h->expand + (head + i) * (h->content + h->out_width) * step;
+        h->level->mix(&rows, given, num, h->content, out);
+    }
+    h->level->attend(&a, queries, num * each, scores, h->most);
+    for (int64_t i = 0; i < each; i++) {
+        for (int64_t r = 0; r < num; r++) {
+            given[r] = mixed + (r * each + i) * rank;
+            out[r] = h->out + ((row + r) * h->num_heads + head + i) * h->out_width;
+        }
+        rows.keys = h->expand + ((head + i) * (h->content + h->out_width) + h->content) * step;
+        h->level->score(&rows, given, num, h->out_width, out);
+    }
+}
+
+static void mc_latent_item(void *job, int64_t item)
+{
+    const mc_heads *h = job;
+    int64_t each = h->num_heads / h->parts, head = item % h->parts * each, next;
+    int64_t row = item / h->parts * h->tile, end = row + h->tile;
+    if (end > h->num_rows)
+        end = h->num_rows;
+    for (; row < end; row = next) {
+        for (next = row + 1; next < end && h->held[next].keys == h->held[row].keys;)
+            next++;
+        mc_latent_rows(h, row, next - row, head, each, h->scores + item * h->tile * 4 * h->most);
     }
 }
 

@@ -19,6 +19,7 @@ cdef extern from "_steps.h" nogil:
         MC_PAIRED_NEIGHBOURS_TO_HALVES
 
     cdef enum:
+        MC_MOST_RANK
         MC_MOST_TILE
 
     ctypedef struct mc_held:

@@ -305,16 +305,29 @@ static void LEVEL(attend)(
     }
 }
 
-/* Writes one query's products with the first `num` keys; and the sum of values that have these shares. */
-static void LEVEL(score)(const mc_attention *a, const float *query, int64_t num, float *scores)
+/* Writes some queries' products with the first `num` keys; and sums of values that have these shares. */
+static void LEVEL(score)(
+    const mc_attention *a, const float *const *queries, int64_t num_queries, int64_t num, float *const *scores)
 {
-    (a->type == MC_F32 ? LEVEL(score_one_f32) : LEVEL(score_one_bf16))(a, &query, 0, num, &scores);
+    int is_f32 = a->type == MC_F32;
+    int64_t q = 0;
+    for (; q + QUERIES <= num_queries; q += QUERIES)
+        (is_f32 ? LEVEL(score_four_f32) : LEVEL(score_four_bf16))(a, queries + q, 0, num, scores + q);
+    for (; q < num_queries; q++)
+        (is_f32 ? LEVEL(score_one_f32) : LEVEL(score_one_bf16))(a, queries + q, 0, num, scores + q);
 }
 
-static void LEVEL(mix)(const mc_attention *a, const float *shares, int64_t num, float *out)
+static void LEVEL(mix)(
+    const mc_attention *a, const float *const *shares, int64_t num_queries, int64_t num, float *const *out)
 {
-    memset(out, 0, (size_t)a->value_width * 4);
-    (a->type == MC_F32 ? LEVEL(mix_one_f32) : LEVEL(mix_one_bf16))(a, &shares, 0, num, &out);
+    int is_f32 = a->type == MC_F32;
+    int64_t q = 0;
+    for (; q < num_queries; q++)
+        memset(out[q], 0, (size_t)a->value_width * 4);
+    for (q = 0; q + QUERIES <= num_queries; q += QUERIES)
+        (is_f32 ? LEVEL(mix_four_f32) : LEVEL(mix_four_bf16))(a, shares + q, 0, num, out + q);
+    for (; q < num_queries; q++)
+        (is_f32 ? LEVEL(mix_one_f32) : LEVEL(mix_one_bf16))(a, shares + q, 0, num, out + q);
 }
 #undef QUERIES
 #undef KEYS

@@ -289,9 +289,13 @@ typedef struct {
      * that a query sees. Neighbours that see much the same take the shortest time. */
     void (*attend)(
         const mc_attention *a, const mc_query *queries, int64_t num, float *scores, int64_t step);
-    /* One query's products with the first `num` keys, and the sum of as many values that have these shares. */
-    void (*score)(const mc_attention *a, const float *query, int64_t num, float *scores);
-    void (*mix)(const mc_attention *a, const float *shares, int64_t num, float *out);
+    /* Some queries' products with the first `num` keys, and sums of as many values that have these shares. */
+    void (*score)(
+        const mc_attention *a, const float *const *queries, int64_t num_queries, int64_t num,
+        float *const *scores);
+    void (*mix)(
+        const mc_attention *a, const float *const *shares, int64_t num_queries, int64_t num,
+        float *const *out);
     /* Of queries [first, first + num) of the heads that share the keys of `head`, by the type of keys and
      * values; false if there is no memory. */
     int (*attend_page[2])(const mc_page *p, int64_t head, int64_t first, int64_t num);

@@ -110,6 +110,10 @@ def read_recipe(
         id(model.get_submodule(path)): (*kernel, num_router_hooks.get(path, 0))
         for path, kernel in kernels.items()
     }
+    for layer in inner.layers:
+        missing = [name for name in _PARTS if not hasattr(layer, name)]
+        if missing:
+            raise UnknownFamilyError(f"{type(layer).__name__} has no {', '.join(missing)}")
     families = [_family_of(layer, found) for layer in inner.layers]
     if not families or any(family != families[0] for family in families):
         raise UnknownFamilyError("its layers are not of one family")
@@ -119,9 +123,6 @@ def read_recipe(
         if hasattr(config, name):
             weights.number(config, name)
     for index, layer in enumerate(inner.layers):
-        missing = [name for name in _PARTS if not hasattr(layer, name)]
-        if missing:
-            raise UnknownFamilyError(f"{type(layer).__name__} has no {', '.join(missing)}")
         if weights.number(layer.self_attn, "layer_idx") != index:
             raise NoRecipeError("its layers stand in another order than in its cache")
     layers = tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moecache import ExpertCache, kernels
-from moecache.decoding._program import KeyValues, Program
+from moecache.decoding._held import KeyValues
+from moecache.decoding._program import Program
 from moecache.decoding.recipe import (
     Attention,
     FeedForward,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from moecache import ExpertCache
-from moecache.decoding._program import KeyValues, Program
+from moecache.decoding._held import KeyValues
+from moecache.decoding._program import Program
 from moecache.decoding.recipe import Recipe
 from tests.helpers.kernels import LEVELS, computing
 from tests.test_decoding import HIDDEN, call, drawn, grouped, linear, recipe_of

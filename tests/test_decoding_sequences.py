@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from moecache import ExpertCache
-from moecache.decoding._program import MAX_ROWS, KeyValues, Program
+from moecache.decoding._held import KeyValues
+from moecache.decoding._program import MAX_ROWS, Program
 from moecache.errors import ConfigError
 from tests.helpers.kernels import LEVELS, computing
 from tests.test_decoding import HIDDEN, KINDS, angles, call, pages_of, recipe_of

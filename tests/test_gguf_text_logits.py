@@ -22,7 +22,7 @@ pytestmark = [
 FAMILIES = [
     *("olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "gpt-oss", "gpt-oss yarn"),
     *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
-    *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2"),
+    *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
 ]
 # With a length of training, so that pairs are kept, changed in part and changed.
 YARN = {
@@ -46,17 +46,19 @@ def rounding_cache() -> Any:
     return Rounding()
 
 
-class ExactCache(TextCache):
-    """Keeps keys and values in float32: sums in another order move none to another bfloat16."""
+@pytest.fixture
+def exact_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep keys and values in float32: sums in another order move none to another bfloat16."""
+    monkeypatch.setattr(TextCache, "_kind", "f32")
+    monkeypatch.setattr(TextCache, "_dtype", np.dtype(np.float32))
 
-    _kind, _dtype = "f32", np.dtype(np.float32)
 
-
-def assert_near(path: Path, model: Any, new_cache: Any) -> None:
+def assert_near(path: Path, model: Any, new_cache: Any = None) -> None:
     """Compare the logits of prompts, and of tokens after them."""
     with open_text_model(path, "50%") as ours, torch.no_grad():
         for num in (1, 2, 17, len(IDS)):
-            cache, theirs = ours.new_cache(), new_cache()
+            cache = ours.new_cache()
+            theirs = new_cache() if new_cache else transformers.DynamicCache(config=model.config)
             for ids in (IDS[:num], [7], [8, 9]):
                 found = ours.read(ids, cache)
                 wanted = model(torch.tensor([ids]), past_key_values=theirs).logits[0, -1].numpy()
@@ -80,15 +82,20 @@ def assert_near(path: Path, model: Any, new_cache: Any) -> None:
         ("ernie4_5-moe", {"moe_num_shared_experts": 0}),
         ("ernie4_5-moe", {"moe_layer_interval": 2, "num_hidden_layers": 4}),
         ("glm4moe", {"use_qk_norm": True, "first_k_dense_replace": 0}),
+        # Heads that are wider than a register, and no multiple of one; a key for each value.
+        ("qwen3next", {"linear_value_head_dim": 72, "linear_key_head_dim": 24}),
+        ("qwen35moe", {"linear_value_head_dim": 20, "linear_num_value_heads": 2}),
+        ("qwen35moe", {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 1}),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("exact_caches")
 def test_logits_are_those_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+    tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
     """But for the order of sums."""
     settings = {key: bool(value) if key[0] == "t" else value for key, value in settings.items()}
-    if name.startswith(("olmoe", "qwen")):
+    if name in {"olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe"}:
         settings["norm_topk_prob"] = name.startswith("qwen3")
     model, metadata, tensors = parts_of(name, **settings)
     if "clip_qkv" in settings:
@@ -101,13 +108,11 @@ def test_logits_are_those_of_transformers(
         metadata[f"{architecture}.rope.scaling.factor"] = 4.0
         metadata[f"{architecture}.rope.scaling.original_context_length"] = 64
     write_gguf(tmp_path / "model.gguf", metadata, tensors)
-    monkeypatch.setattr("moecache.decoding.gguf.model.TextCache", ExactCache)
-    assert_near(tmp_path / "model.gguf", model, transformers.DynamicCache)
+    assert_near(tmp_path / "model.gguf", model)
 
 
-def test_a_matrix_that_expands_latents_may_be_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("exact_caches")
+def test_a_matrix_that_expands_latents_may_be_one(tmp_path: Path) -> None:
     """As older converters write it; a block behind the last one guesses further tokens."""
     model, metadata, tensors = parts_of("deepseek2 v3")
     for block in range(model.config.num_hidden_layers):
@@ -124,8 +129,7 @@ def test_a_matrix_that_expands_latents_may_be_one(
     further[f"blk.{last + 1}.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
     metadata |= {"deepseek2.block_count": last + 2, "deepseek2.nextn_predict_layers": 1}
     write_gguf(tmp_path / "model.gguf", metadata, tensors | further)
-    monkeypatch.setattr("moecache.decoding.gguf.model.TextCache", ExactCache)
-    assert_near(tmp_path / "model.gguf", model, transformers.DynamicCache)
+    assert_near(tmp_path / "model.gguf", model)
 
 
 def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
@@ -147,6 +151,8 @@ def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
         ("deepseek2 v2", QUANTIZED, False),
         ("deepseek2 v3", {"_exps": "Q4_0", "_b": "Q8_0", "": "BF16"}, False),
         ("glm4moe", QUANTIZED, False),
+        ("qwen3next", {"_exps": "Q4_0", "ssm_ba": "Q8_0", "attn_": "Q8_0", "_out": "Q8_0"}, False),
+        ("qwen35moe", {"_exps": "Q4_0", "_alpha": "Q8_0", "attn_": "Q8_0", "": "BF16"}, True),
     ],
     ids=str,
 )
@@ -155,7 +161,7 @@ def test_quantized_weights_are_those_of_the_file(
 ) -> None:
     """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
     settings = {"hidden_size": 64, "intermediate_size": 32, "tie_word_embeddings": is_tied}
-    if name.startswith(("deepseek2", "glm4moe", "qwen3moe")):
+    if name.startswith(("deepseek2", "glm4moe", "qwen3")):
         settings |= {"moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 32}
     _, metadata, tensors = parts_of(name, **settings)
     path = tmp_path / "model.gguf"
@@ -167,10 +173,10 @@ def test_quantized_weights_are_those_of_the_file(
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss yarn", "llama", "deepseek2 v3"])
+@pytest.mark.parametrize("name", ["gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe"])
 def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:
     """Nor on what is foreseen; a window is passed on the way."""
-    own = {"moe_intermediate_size": 32} if name.startswith("deepseek2") else {}
+    own = {"moe_intermediate_size": 32} if name in {"deepseek2 v3", "qwen35moe"} else {}
     _, metadata, tensors = parts_of(name, hidden_size=64, intermediate_size=32, **own)
     write_gguf(tmp_path / "model.gguf", metadata, tensors, {"_exps.weight": "Q4_0"})
     found = []

@@ -4,24 +4,13 @@ from typing import Self, final
 import numpy as np
 
 from moecache.cache._cache import ExpertCache
+from moecache.decoding._held import KeyValues, States
 from moecache.decoding.recipe import Recipe
 
 MAX_ROWS: int
-
-@final
-class KeyValues:
-    @property
-    def owner(self) -> object: ...
-    def __new__(
-        cls,
-        keys: int,
-        values: int,
-        type: str,  # noqa: A002 - as the dtypes of kernels are named
-        shape: tuple[int, ...],
-        value_width: int,
-        owner: object,
-        dropped: int = 0,
-    ) -> Self: ...
+MOST_RANK: int
+MOST_HEAD: int
+MOST_KERNEL: int
 
 @final
 class Program:
@@ -38,7 +27,7 @@ class Program:
     def __new__(cls, recipe: Recipe, cache: ExpertCache, max_rows: int = 16) -> Self: ...
     def begin(
         self,
-        pages: list[KeyValues],
+        pages: list[KeyValues | States],
         length: int,
         each: int,
         begins: np.ndarray,
@@ -51,7 +40,7 @@ class Program:
     ) -> None: ...
     def begin_together(
         self,
-        caches: list[list[KeyValues]],
+        caches: list[list[KeyValues | States]],
         lengths: np.ndarray,
         cos: np.ndarray,
         sin: np.ndarray,

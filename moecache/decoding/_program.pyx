@@ -5,9 +5,17 @@ cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memmove, memset
 
 from moecache.cache._cache cimport ExpertCache
+from moecache.decoding._held cimport KeyValues, States
+from moecache.decoding._linear cimport (
+    MC_MOST_HEAD,
+    MC_MOST_KERNEL,
+    mc_linear,
+    mc_linear_item,
+    mc_stretch,
+)
 from moecache.decoding._steps cimport (
     MC_MOST_RANK,
     MC_MOST_TILE,
@@ -64,7 +72,7 @@ from moecache.kernels._kernels cimport (
 
 import numpy as np
 
-from moecache.decoding.recipe import LatentAttention
+from moecache.decoding.recipe import LatentAttention, LinearAttention
 from moecache.errors import ConfigError
 from moecache.kernels._kernels import ACTIVATIONS as _ACTIVATIONS
 from moecache.kernels._kernels import INPUTS as _INPUTS
@@ -76,6 +84,8 @@ cnp.import_array()
 cdef enum:
     ROWS = 16
 MAX_ROWS = ROWS
+# Numbers of a latent, and of a head of linear attention, at most; rows of its convolution.
+MOST_RANK, MOST_HEAD, MOST_KERNEL = MC_MOST_RANK, MC_MOST_HEAD, MC_MOST_KERNEL
 _SCORES = {
     "softmax": MC_SOFTMAX, "sigmoid": MC_SIGMOID, "softmax of the chosen": MC_SOFTMAX_OF_CHOSEN,
     "sparsemixer": MC_SPARSEMIXER, "sigmoid of the chosen": MC_SIGMOID_OF_CHOSEN,
@@ -127,6 +137,18 @@ cdef struct Layer:
     int64_t num_kv_heads
     int64_t held
     int64_t value_held
+    # What multiplies what attention gives: a second part of each query, or of linear attention.
+    bint is_gated
+    Linear gates
+    # Of linear attention, whose query is of all that goes through the convolution, whose key and
+    # value say how states decay and change, and whose query's norm is its result's.
+    bint is_linear
+    bint is_tiled
+    int64_t num_keys
+    int64_t kernel
+    const float *conv
+    const float *rates
+    const float *steps
     # Of latent attention.
     bint is_latent
     Linear low
@@ -145,40 +167,6 @@ cdef struct Layer:
     mc_experts experts
     bint has_experts
     int number
-
-
-@cython.final
-cdef class KeyValues:
-    """Keys and values of a layer, [batch, heads, capacity, width] each.
-
-    Parameters
-    ----------
-    keys, values : int
-        Addresses.
-    type : {"f32", "bf16"}
-    shape : (int, int, int, int)
-        Batch, heads, capacity, width of the keys.
-    value_width : int
-    owner : object
-        Kept alive.
-    dropped : int, default 0
-        Positions before those that are held: no longer seen, as a window has passed them.
-    """
-
-    cdef uint8_t *keys
-    cdef uint8_t *values
-    cdef int type
-    cdef int64_t batch, heads, capacity, width, value_width, dropped
-    cdef readonly object owner
-
-    def __cinit__(
-        self, uintptr_t keys, uintptr_t values, str type, tuple shape, int64_t value_width, owner,
-        int64_t dropped=0
-    ):
-        self.dropped = dropped
-        self.keys, self.values, self.type = <uint8_t *>keys, <uint8_t *>values, _TYPES[type]
-        self.batch, self.heads, self.capacity, self.width = shape
-        self.value_width, self.owner = value_width, owner
 
 
 @cython.final
@@ -248,6 +236,7 @@ cdef class Program:
     cdef float *scratch
     cdef float *weights
     cdef float *latents
+    cdef float *gates
     cdef float *scores
     cdef int64_t num_scores
     cdef uint8_t *converted
@@ -271,6 +260,9 @@ cdef class Program:
     # Of each layer: what its rows see, and of which type it is.
     cdef mc_held *held
     cdef int *types
+    # The same of layers of linear attention, for each sequence.
+    cdef mc_stretch *stretches
+    cdef int64_t num_stretches
     cdef const float *cos
     cdef const float *sin
     cdef list caches
@@ -286,7 +278,7 @@ cdef class Program:
             raise ConfigError(f"a program has no {max_rows} rows")
         self.max_rows = max_rows
         self.recipe, self.cache, self.owners = recipe, cache, []
-        self.scores, self.held, self.types = NULL, NULL, NULL
+        self.scores, self.held, self.types, self.stretches = NULL, NULL, NULL, NULL
         self.num_products, self.num_single, self.busy_ns = NULL, NULL, NULL
         self.slots, self.some, self.offsets, self.pairs, self.places = NULL, NULL, NULL, NULL, NULL
         self.inputs, self.hidden_inputs, self.given = NULL, NULL, NULL
@@ -295,10 +287,13 @@ cdef class Program:
         self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
         self.held = <mc_held *>calloc(max(1, self.num_layers) * max_rows, sizeof(mc_held))
         self.types = <int *>calloc(max(1, self.num_layers), sizeof(int))
+        self.stretches = <mc_stretch *>calloc(
+            max(1, self.num_layers) * max_rows, sizeof(mc_stretch)
+        )
         self.num_products = <int64_t *>calloc(3 * max(1, self.num_layers), sizeof(int64_t))
         if (
             self.layers == NULL or self.held == NULL or self.types == NULL
-            or self.num_products == NULL
+            or self.stretches == NULL or self.num_products == NULL
         ):
             raise MemoryError("no memory for a program")
         self.num_single = self.num_products + self.num_layers
@@ -315,6 +310,7 @@ cdef class Program:
         free(self.scores)
         free(self.held)
         free(self.types)
+        free(self.stretches)
         free(self.num_products)
         free(self.slots)
         free(self.some)
@@ -376,6 +372,8 @@ cdef class Program:
         layer.residual = given.scale
         if isinstance(a, LatentAttention):
             self._bind_latents(layer, a)
+        elif isinstance(a, LinearAttention):
+            self._bind_linear_attention(layer, a)
         else:
             self._bind_attention(layer, a)
         if forward is not None:
@@ -442,13 +440,48 @@ cdef class Program:
                 raise ConfigError(f"queries have no temperature of {a.temperature}")
         if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
             raise ConfigError(f"{a.num_heads} heads do not share {a.num_kv_heads}")
-        self._bind_linear(&layer.query, a.query, hidden, layer.num_heads * layer.width)
+        layer.is_gated = a.is_gated
+        if layer.is_gated and layer.value_width != layer.width:
+            raise ConfigError(f"gates of {a.width} numbers for values of {a.value_width}")
+        self._bind_linear(
+            &layer.query, a.query, hidden, layer.num_heads * layer.width * (1 + layer.is_gated)
+        )
         self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
         self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
         self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
         self._bind_norm(&layer.query_norm, a.query_norm, layer.num_heads * layer.width)
         self._bind_norm(&layer.key_norm, a.key_norm, layer.num_kv_heads * layer.width)
         layer.sinks = self._floats(a.sinks, layer.num_heads)
+        return 0
+
+    cdef int _bind_linear_attention(self, Layer *layer, a) except -1:
+        cdef int64_t hidden = self.hidden_size, channels
+        layer.is_linear, layer.is_tiled = True, a.is_tiled
+        layer.num_keys, layer.num_heads = a.num_keys, a.num_heads
+        layer.width, layer.value_width = a.width, a.value_width
+        if a.conv.ndim != 2 or not 1 <= a.conv.shape[0] <= MC_MOST_KERNEL:
+            raise ConfigError(f"no convolution has weights {a.conv.shape}")
+        layer.kernel = a.conv.shape[0]
+        if (
+            layer.num_keys < 1 or layer.num_heads < 1 or layer.num_heads % layer.num_keys
+            or not 1 <= layer.width <= MC_MOST_HEAD
+            or not 1 <= layer.value_width <= MC_MOST_HEAD
+        ):
+            raise ConfigError(
+                f"{a.num_heads} heads of {a.value_width} do not share {a.num_keys} of {a.width}"
+            )
+        channels = 2 * layer.num_keys * layer.width + layer.num_heads * layer.value_width
+        self._bind_linear(&layer.query, a.mixed, hidden, channels)
+        self._bind_linear(&layer.key, a.decays, hidden, layer.num_heads)
+        self._bind_linear(&layer.value, a.shares, hidden, layer.num_heads)
+        self._bind_linear(&layer.gates, a.gates, hidden, layer.num_heads * layer.value_width)
+        self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
+        self._bind_norm(&layer.query_norm, a.norm, layer.value_width)
+        if layer.query_norm.width != layer.value_width or layer.query_norm.bias != NULL:
+            raise ConfigError(f"a norm of {a.norm.weight.size} is none of {a.value_width}")
+        layer.conv = self._floats(a.conv, layer.kernel * channels)
+        layer.rates = self._floats(a.rates, layer.num_heads)
+        layer.steps = self._floats(a.steps, layer.num_heads)
         return 0
 
     cdef int _bind_rotation(self, Layer *layer, a, int64_t most) except -1:
@@ -497,16 +530,16 @@ cdef class Program:
 
     cdef int _reserve(self) except -1:
         """Allocate what all rows need."""
-        cdef int64_t i, sizes[11], total = 0, most = 0, expert_row = 0
+        cdef int64_t i, sizes[12], total = 0, most = 0, expert_row = 0
         cdef int64_t num = self.max_rows * self.top_k
         cdef int part
         cdef float *base
-        cdef float **parts[11]
+        cdef float **parts[12]
         cdef Layer *layer
         parts[0], parts[1], parts[2] = &self.queries, &self.keys, &self.values
         parts[3], parts[4], parts[5] = &self.mixed, &self.wide, &self.second
         parts[6], parts[7], parts[8] = &self.added, &self.logits, &self.scratch
-        parts[9], parts[10] = &self.weights, &self.latents
+        parts[9], parts[10], parts[11] = &self.weights, &self.latents, &self.gates
         memset(sizes, 0, sizeof(sizes))
         for i in range(self.num_layers):
             layer = &self.layers[i]
@@ -519,6 +552,8 @@ cdef class Program:
             most = max(most, self._room(&layer.query), self._room(&layer.out))
             most = max(most, self._room(&layer.gate), self._room(&layer.down))
             most = max(most, self._room(&layer.router))
+            if layer.is_gated or layer.is_linear:
+                sizes[11] = max(sizes[11], layer.out.matrix.columns)
             if layer.is_latent:
                 sizes[10] = max(sizes[10], layer.num_heads * (layer.held + layer.value_held))
             if layer.has_experts:
@@ -541,7 +576,7 @@ cdef class Program:
         sizes[6] = self.hidden_size
         sizes[8] = sizes[7]
         sizes[9] = self.top_k
-        for i in range(11):
+        for i in range(12):
             sizes[i] = (sizes[i] + 15) & ~15
             total += sizes[i] * self.max_rows
         self.converted_bytes = (most + 63) & ~63
@@ -555,7 +590,7 @@ cdef class Program:
             total * 4 + 2 * self.max_rows * self.converted_bytes + num * expert_row + 64, np.uint8
         )
         base = <float *>((<uintptr_t>cnp.PyArray_DATA(self._work) + 63) & ~<uintptr_t>63)
-        for i in range(11):
+        for i in range(12):
             parts[i][0] = base
             base += sizes[i] * self.max_rows
         self.converted = <uint8_t *>base
@@ -709,6 +744,8 @@ cdef class Program:
                 2 * cos.size != num * layer.rotary_width or sin.size != cos.size
             ):
                 raise ConfigError(f"{cos.size} angles are not {num} x {layer.rotary_width} / 2")
+            if layer.is_linear:
+                continue
             j = layer.num_kv_heads * _parts(layer)
             most = max(most, 4 * j * min(num + MC_MOST_TILE - 1, _rows_at_once(_parts(layer))))
         if most * (longest + each) > self.num_scores or self.scores == NULL:
@@ -730,6 +767,7 @@ cdef class Program:
         self.cos = <const float *>cnp.PyArray_DATA(cos)
         self.sin = <const float *>cnp.PyArray_DATA(sin)
         self.num_rows, self.each, self.longest = num, each, longest
+        self.num_stretches = len(caches) * batch
         self.num_resident, self.at = 0, 0
         if self.embedding_scale != 1:
             _scale(
@@ -750,7 +788,11 @@ cdef class Program:
             if not 0 <= begins[i] <= length:
                 raise ConfigError(f"a sequence that begins at {begins[i]} of {length}")
         for i in range(self.num_layers):
-            page, layer = pages[i], &self.layers[i]
+            layer = &self.layers[i]
+            if layer.is_linear:
+                _check_states(layer, pages[i], batch)
+                continue
+            page = pages[i]
             if (
                 page.batch != batch or page.heads != layer.num_kv_heads
                 or page.width != layer.held or page.value_width != layer.value_held
@@ -772,6 +814,9 @@ cdef class Program:
         cdef mc_held *held = self.held + at * self.max_rows
         cdef int64_t i, sequence, token, size
         cdef KeyValues page
+        if layer.is_linear:
+            self._note_stretches(at, caches, batch, counts)
+            return 0
         for i in range(len(caches)):
             page = (<list>caches[i])[at]
             self.types[at] = page.type
@@ -790,6 +835,29 @@ cdef class Program:
                         )
                     held.dropped = page.dropped
                     held += 1
+        return 0
+
+    cdef int _note_stretches(
+        self, int64_t at, list caches, int64_t batch, const int64_t *counts
+    ) except -1:
+        """Note what a layer of linear attention holds of each sequence."""
+        cdef Layer *layer = &self.layers[at]
+        cdef mc_stretch *s = self.stretches + at * self.max_rows
+        cdef int64_t i, sequence, first = 0, size
+        cdef States page
+        size = layer.num_heads * layer.width * layer.value_width
+        for i in range(len(caches)):
+            page = (<list>caches[i])[at]
+            for sequence in range(batch):
+                s.first, s.num = first, counts[i]
+                s.seen = page.seen + sequence * page.sequence_step
+                s.next_seen = page.next_seen + sequence * page.sequence_step
+                s.row_step, s.channel_step = page.row_step, page.channel_step
+                s.seen_type = page.type
+                s.states = page.states + sequence * size
+                s.next_states = page.next_states + sequence * size
+                first += counts[i]
+                s += 1
         return 0
 
     def run(self):
@@ -992,6 +1060,11 @@ cdef class Program:
         cdef mc_heads heads
         cdef int64_t size = 4 if self.types[self.at] == MC_F32 else 2
         memset(&heads, 0, sizeof(heads))
+        if layer.is_linear:
+            with nogil:
+                self._attend(layer, NULL)
+                self._choose(layer)
+            return 0
         heads.level, heads.held = level_in_use(), self.held + self.at * self.max_rows
         heads.first.key_step, heads.first.value_step = layer.held * size, layer.value_held * size
         heads.first.width, heads.first.value_width = layer.held, layer.value_held
@@ -1015,6 +1088,8 @@ cdef class Program:
             _norm(&layer.attention_norm, x + i * hidden, normed + i * hidden)
         if layer.is_latent:
             self._latents(layer, heads)
+        elif layer.is_linear:
+            self._linear(layer)
         else:
             self._grouped(layer, heads)
         self._multiply(
@@ -1029,7 +1104,11 @@ cdef class Program:
         cdef int64_t wide = layer.num_kv_heads * layer.width
         cdef int64_t value_wide = layer.num_kv_heads * layer.value_width
         cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
-        self._multiply(&layer.query, normed, hidden, num, self.queries, queries)
+        self._multiply(
+            &layer.query, normed, hidden, num, self.queries, layer.query.matrix.rows
+        )
+        if layer.is_gated:
+            self._take_gates(layer)
         self._multiply(&layer.key, normed, hidden, num, self.keys, wide, &layer.query)
         self._multiply(&layer.value, normed, hidden, num, self.values, value_wide, &layer.key)
         if not layer.has_late_norms:
@@ -1058,6 +1137,45 @@ cdef class Program:
                 )
         heads.queries = self.queries
         self._run_heads(mc_attend_item, heads)
+        if layer.is_gated:
+            heads.level.gate(self.mixed, self.gates, (num * queries + 15) & ~15)
+
+    cdef void _take_gates(self, const Layer *layer) noexcept nogil:
+        """Part queries and gates, which lie one behind the other, head by head."""
+        cdef int64_t i, width = layer.width
+        cdef const float *both = self.queries
+        for i in range(self.num_rows * layer.num_heads):
+            memcpy(self.gates + i * width, both + width, <size_t>width * sizeof(float))
+            memmove(self.queries + i * width, both, <size_t>width * sizeof(float))
+            both += 2 * width
+
+    cdef void _linear(self, const Layer *layer) noexcept nogil:
+        """Write what linear attention makes of the rows to `mixed`."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, each = layer.num_heads
+        cdef int64_t values = each * layer.value_width
+        cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
+        cdef mc_linear job
+        self._multiply(
+            &layer.query, normed, hidden, num, self.queries, layer.query.matrix.rows
+        )
+        self._multiply(&layer.gates, normed, hidden, num, self.gates, values, &layer.query)
+        self._multiply(&layer.key, normed, hidden, num, self.keys, each)
+        self._multiply(&layer.value, normed, hidden, num, self.values, each, &layer.key)
+        job.level = level_in_use()
+        job.num_keys, job.num_heads = layer.num_keys, each
+        job.width, job.value_width = layer.width, layer.value_width
+        job.is_tiled, job.kernel, job.conv = layer.is_tiled, layer.kernel, layer.conv
+        job.rates, job.steps = layer.rates, layer.steps
+        job.norm, job.norm_type = layer.query_norm.weight, layer.query_norm.type
+        job.epsilon = layer.query_norm.epsilon
+        job.stretches = self.stretches + self.at * self.max_rows
+        job.mixed, job.gates, job.out = self.queries, self.gates, self.mixed
+        job.decays, job.shares = self.keys, self.values
+        # A state is read twice for a row, and written.
+        run_items(
+            mc_linear_item, &job, self.num_stretches * layer.num_keys,
+            3 * 4 * num * values * layer.width
+        )
 
     cdef void _latents(self, const Layer *layer, mc_heads *heads) noexcept nogil:
         """Write what queries make of their positions' latents to `mixed`."""
@@ -1365,9 +1483,27 @@ cdef class Program:
             mc_add(x + i * hidden, self.added + i * hidden, hidden, weight * layer.residual)
 
 
+cdef int _check_states(const Layer *layer, States page, int64_t batch) except -1:
+    if (
+        page.batch != batch or page.rows != layer.kernel - 1 or page.heads != layer.num_heads
+        or page.channels != layer.query.matrix.rows
+        or page.width != layer.width or page.value_width != layer.value_width
+    ):
+        raise ConfigError(
+            f"states [{page.batch}, {page.heads}, {page.width}, {page.value_width}] behind "
+            f"{page.rows} rows of {page.channels} are none of this layer's"
+        )
+    return 0
+
+
 cdef int _check_apart(list some, list others) except -1:
     cdef KeyValues page, other
-    for page, other in zip(some, others, strict=True):
+    for first, second in zip(some, others, strict=True):
+        if isinstance(first, States):
+            if (<States?>first).next_states == (<States?>second).next_states:
+                raise ConfigError("two sequences have one cache; each needs its own")
+            continue
+        page, other = first, second
         if page.keys == other.keys or page.values == other.values:
             raise ConfigError("two sequences have one cache; each needs its own")
         if page.type != other.type:

@@ -12,9 +12,8 @@
 #define MC_SIDES 16
 typedef float mc_sides __attribute__((vector_size(MC_SIDES * 4)));
 
-/* out = x / sqrt(mean(x^2) + eps) * weight, whose type is MC_F32 or MC_BF16; `out` may be `x`. */
-static void mc_norm(
-    const float *x, const uint8_t *weight, int type, int64_t num, float eps, float *out)
+/* sum(x^2) */
+static float mc_squares(const float *x, int64_t num)
 {
     mc_sides sums = {0};
     float sides[MC_SIDES], rest = 0;
@@ -30,7 +29,15 @@ static void mc_norm(
     for (int half = MC_SIDES / 2; half; half /= 2)
         for (int j = 0; j < half; j++)
             sides[j] += sides[j + half];
-    float turns = 1.0f / sqrtf((sides[0] + rest) / (float)num + eps);
+    return sides[0] + rest;
+}
+
+/* out = x / sqrt(mean(x^2) + eps) * weight, whose type is MC_F32 or MC_BF16; `out` may be `x`. */
+static void mc_norm(
+    const float *x, const uint8_t *weight, int type, int64_t num, float eps, float *out)
+{
+    float turns = 1.0f / sqrtf(mc_squares(x, num) / (float)num + eps);
+    int64_t i;
     if (type == MC_F32)
         for (i = 0; i < num; i++)
             out[i] = x[i] * turns * ((const float *)weight)[i];

@@ -47,6 +47,12 @@ class Family:
         What a rotation turns together, as `Rotation` says it.
     turns_windows : bool, default False
         Whether layers that see all positions turn nothing, beside those with windows.
+    linear : str, optional
+        Attribute of a layer that has linear attention instead, by the gated delta rule.
+    is_gated : bool, default False
+        Whether queries are followed by gates of what attention gives.
+    adds_one : bool, default False
+        Whether norms of the residual stream, of queries and of keys are weighted by 1 and more.
     is_latent : bool, default False
         Whether attention is DeepSeek's. If its configuration has `rope_interleave`, that says
         whether pairs are neighbours.
@@ -77,6 +83,9 @@ class Family:
     has_late_norms: bool = False
     pairs: str = "halves"
     turns_windows: bool = False
+    linear: str | None = None
+    is_gated: bool = False
+    adds_one: bool = False
     is_latent: bool = False
     clip: str | None = None
     sinks: str | None = None
@@ -93,6 +102,14 @@ _SIGMOID = Family(
     shared="shared_experts",
 )
 
+_LINEAR = Family(
+    shared="shared_expert",
+    shared_weight="shared_expert_gate",
+    linear="linear_attn",
+    is_gated=True,
+    adds_one=True,
+)
+
 # By the classes of attention and of the block of experts, and the file of `transformers.models`.
 FAMILIES = {
     ("qwen3_moe", "Qwen3MoeAttention", "Qwen3MoeSparseMoeBlock"): Family(),
@@ -101,6 +118,10 @@ FAMILIES = {
     ),
     ("qwen2_moe", "Qwen2MoeAttention", "Qwen2MoeSparseMoeBlock"): Family(
         shared="shared_expert", shared_weight="shared_expert_gate"
+    ),
+    ("qwen3_next", "Qwen3NextAttention", "Qwen3NextSparseMoeBlock"): _LINEAR,
+    ("qwen3_5_moe", "Qwen3_5MoeAttention", "Qwen3_5MoeSparseMoeBlock"): replace(
+        _LINEAR, is_normalized=True
     ),
     ("mixtral", "MixtralAttention", "MixtralSparseMoeBlock"): Family(is_normalized=True),
     ("olmoe", "OlmoeAttention", "OlmoeSparseMoeBlock"): Family(clip="clip_qkv"),

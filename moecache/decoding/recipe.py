@@ -84,6 +84,9 @@ class Attention:
     temperature : (float, float), optional
         (floor, scale): queries at position p are multiplied by
         1 + scale * log(1 + floor((p + 1) / floor)). Nakanishi, Scalable-Softmax, 2025.
+    is_gated : bool, default False
+        Whether a head's query is followed by as many numbers whose sigmoid multiplies what the
+        head gives: `query` is [2 * num_heads * width, inputs].
     """
 
     query: Linear
@@ -104,6 +107,52 @@ class Attention:
     window: int | None = None
     is_chunked: bool = False
     temperature: tuple[float, float] | None = None
+    is_gated: bool = False
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The gated delta rule behind a convolution: Yang et al., Gated Delta Networks, 2024.
+
+    A head has a state [width, value_width] instead of keys and values. A token's state decays by
+    exp(rate * softplus(decay + step)); what it has for the token's key goes the part
+    sigmoid(share) of the way to the token's value; the token's query reads it.
+
+    Parameters
+    ----------
+    mixed : Linear [2 * num_keys * width + num_heads * value_width, hidden_size]
+        Queries, keys and values before the convolution.
+    gates : Linear [num_heads * value_width, hidden_size]
+        Their silu multiplies the norm of what heads give.
+    decays, shares : Linear [num_heads, hidden_size]
+    conv : ndarray of float32, shape [kernel, channels]
+        Weights of the last tokens' rows, the oldest first; its silu goes on.
+    rates, steps : ndarray of float32, shape [num_heads]
+    norm : Norm
+        Of what a head gives.
+    out : Linear [hidden_size, num_heads * value_width]
+    num_keys, num_heads : int
+        Heads of queries and keys, and of values.
+    width, value_width : int
+        At most 256.
+    is_tiled : bool, default False
+        Whether heads of values that share a key are `num_keys` apart, and not neighbours.
+    """
+
+    mixed: Linear
+    gates: Linear
+    decays: Linear
+    shares: Linear
+    conv: np.ndarray
+    rates: np.ndarray
+    steps: np.ndarray
+    norm: Norm
+    out: Linear
+    num_keys: int
+    num_heads: int
+    width: int
+    value_width: int
+    is_tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +269,7 @@ class Layer:
     Parameters
     ----------
     attention_norm : Norm
-    attention : Attention or LatentAttention
+    attention : Attention, LatentAttention or LinearAttention
     forward_norm : Norm
     forward : FeedForward, optional
         Of every token: instead of experts, or the shared ones beside them.
@@ -233,7 +282,7 @@ class Layer:
     """
 
     attention_norm: Norm
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | LinearAttention
     forward_norm: Norm
     forward: FeedForward | None = None
     router: Router | None = None

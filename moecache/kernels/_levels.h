@@ -28,6 +28,7 @@ static struct {
 #include "_level.h"
 #include "_quantize.h"
 #include "_attention.h"
+#include "_delta.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 2
@@ -78,6 +79,7 @@ BEGIN("avx2,fma,f16c")
 #include "_level.h"
 #include "_quantize.h"
 #include "_attention.h"
+#include "_delta.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 2
@@ -143,6 +145,7 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #include "_level.h"
 #include "_quantize.h"
 #include "_attention.h"
+#include "_delta.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 4
@@ -221,6 +224,7 @@ static inline uint32x4_t mc_four_bytes(const uint8_t *raw)
 #include "_level.h"
 #include "_quantize.h"
 #include "_attention.h"
+#include "_delta.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 4

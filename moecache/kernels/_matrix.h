@@ -203,6 +203,17 @@ typedef struct {
     float alpha, limit; /* of MC_SWIGLU; the limit of MC_CLAMPED_SILU, too */
 } mc_activation;
 
+/* A head's state of linear attention [width, value_width], before some rows and behind them, and the rows. */
+typedef struct {
+    const float *state;
+    float *next; /* or the same */
+    int64_t width, value_width, num;
+    const float *queries, *keys, *values;
+    int64_t key_step, value_step; /* numbers from a row to the next */
+    const float *decays, *shares; /* [num]: what multiplies the state; how far it goes to a value */
+    float *out;
+} mc_delta;
+
 /* Keys and values of a head. A key may lie in two parts; a query is then as long as both, one behind the
  * other. */
 typedef struct {
@@ -296,6 +307,8 @@ typedef struct {
     void (*mix)(
         const mc_attention *a, const float *const *shares, int64_t num_queries, int64_t num,
         float *const *out);
+    void (*delta)(const mc_delta *d);
+    void (*gate)(float *x, const float *gate, int64_t num);
     /* Of queries [first, first + num) of the heads that share the keys of `head`, by the type of keys and
      * values; false if there is no memory. */
     int (*attend_page[2])(const mc_page *p, int64_t head, int64_t first, int64_t num);
@@ -313,6 +326,7 @@ typedef struct {
         .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
         .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
         .attend = LEVEL(attend), .score = LEVEL(score), .mix = LEVEL(mix),                        \
+        .delta = LEVEL(delta), .gate = LEVEL(gate),                                               \
         .attend_page = {LEVEL(page_attend), LEVEL(page_attend)},                                  \
     }
 

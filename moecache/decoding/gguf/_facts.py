@@ -1,7 +1,7 @@
 """Facts of a GGUF file's model: its sizes and choices, whatever its family calls them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from moecache.decoding.families import Family
 from moecache.decoding.gguf._known import Known
@@ -10,6 +10,31 @@ from moecache.decoding.gguf.angles import sharpness
 # Of transformers' models, whatever a file says of other norms; and where files say nothing.
 LATENT_EPSILON = 1e-6
 _NORM_MIN = 1e-12
+
+
+class Linear(NamedTuple):
+    """Sizes of a layer of linear attention, as `LinearAttention` has them."""
+
+    num_keys: int
+    num_heads: int
+    width: int
+    value_width: int
+    kernel: int
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads' values."""
+        return self.num_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """Numbers that go through the convolution."""
+        return 2 * self.num_keys * self.width + self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what a layer holds of a text, once, in float32."""
+        return 4 * (self.width * self.values + (self.kernel - 1) * self.channels)
 
 
 class Facts:
@@ -34,6 +59,8 @@ class Facts:
         Numbers of a latent that keys and values are made of.
     low_rank : int or None
         Numbers that queries are made of, if there are some between.
+    linear : Linear or None
+        Sizes of layers of linear attention, if there are such layers.
     """
 
     def __init__(self, settings: Mapping[str, Any], family: Family, known: Known) -> None:
@@ -49,6 +76,11 @@ class Facts:
         self.num_experts: int = next(settings[key] for key in counts if key in settings)
         self.rank: int | None = settings.get("kv_lora_rank")
         self.low_rank: int | None = settings.get("q_lora_rank")
+        self.linear: Linear | None = None
+        if family.linear is not None:
+            names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+            sizes = [settings[f"linear_{name}"] for name in (*names, "conv_kernel_dim")]
+            self.linear = Linear._make(sizes)
         rope = settings["rope_parameters"]
         if self.rank is not None:
             self.turned: int = settings["qk_rope_head_dim"]
@@ -90,8 +122,8 @@ class Facts:
     @property
     def expert_width(self) -> int:
         """Rows of an expert's gate."""
-        found: int = self.settings.get("moe_intermediate_size", self.settings["intermediate_size"])
-        return found
+        names = ("moe_intermediate_size", "intermediate_size")
+        return int(next(self.settings[name] for name in names if name in self.settings))
 
     @property
     def dense_width(self) -> int:
@@ -135,6 +167,10 @@ class Facts:
         names = ("routed_scaling_factor", "router_scaling_factor")
         return float(next((self.settings[key] for key in names if key in self.settings), 1.0))
 
+    def is_linear(self, block: int) -> bool:
+        """Return whether a layer has linear attention."""
+        return self.linear is not None and self._kind(block) == "linear_attention"
+
     def is_dense(self, block: int) -> bool:
         """Return whether a layer has no experts."""
         said = self.settings
@@ -149,6 +185,9 @@ class Facts:
 
     def window(self, block: int) -> int | None:
         """Return how many positions a layer's tokens see; `None` if it is all of them."""
-        kinds = self.settings.get("layer_types")
-        sees_all = kinds is not None and kinds[block] == "full_attention"
+        sees_all = self._kind(block) == "full_attention"
         return None if sees_all else self.settings.get("sliding_window")
+
+    def _kind(self, block: int) -> str | None:
+        kinds = self.settings.get("layer_types")
+        return None if kinds is None else kinds[block]

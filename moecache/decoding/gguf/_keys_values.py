@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moecache.decoding._program import KeyValues
+from moecache.decoding._held import KeyValues, States
 from moecache.decoding.prefixes import Page, num_positions
 
 # Positions that memory grows by, at least.
@@ -45,9 +45,9 @@ class TextCache:
         self._capacity = 0
         # Of all layers, [num_layers, num_heads, capacity, width].
         self._parts = self._allocated(0)
-        self._pages: list[KeyValues] = []
+        self._pages: list[KeyValues | States] = []
 
-    def pages(self, num_new: int) -> list[KeyValues]:
+    def pages(self, num_new: int) -> list[KeyValues | States]:
         """Return what a program writes to, with room for so many positions more.
 
         Raises
@@ -59,6 +59,10 @@ class TextCache:
         if capacity > self._capacity:
             self._grow(capacity)
         return self._pages
+
+    def advance(self, num_new: int) -> None:
+        """Note that a call has put so many tokens behind the others."""
+        self.length += num_new
 
     def fits(self, page: Page) -> bool:
         """Return whether a page is of such keys and values."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.decoding.families import FAMILIES, Family
-from moecache.decoding.gguf import _sigmoid, _softmax
+from moecache.decoding.gguf import _linear, _sigmoid, _softmax
 from moecache.decoding.gguf._architecture import Architecture
 from moecache.decoding.gguf._metadata import Metadata
 
@@ -29,6 +29,9 @@ class Known:
         Whether what attention gives has a bias if queries have.
     gate : mapping
         How experts' gates are computed: options of `SlotKernel`.
+    is_tiled : bool
+        Whether linear attention's heads of values that share a key are as many apart as there are
+        keys, and not neighbours.
     """
 
     architecture: Architecture | Callable[[Metadata], Architecture]
@@ -36,6 +39,7 @@ class Known:
     head_norms: str = ""
     has_out_bias: bool = True
     gate: Mapping[str, Any] = field(default_factory=dict)
+    is_tiled: bool = False
 
     def find(self, said: Metadata) -> Architecture:
         """Return the architecture that a file is of."""
@@ -63,7 +67,11 @@ KNOWN: Mapping[str, Known] = {
     "minimax-m2": Known(_sigmoid.MINIMAX_M2, head_norms="all"),
     "olmoe": Known(_softmax.OLMOE, head_norms="all"),
     "qwen2moe": Known(_softmax.QWEN2MOE, has_out_bias=False),
+    "qwen35moe": Known(
+        _linear.QWEN35MOE, forward_norm="post_attention_norm", head_norms="each", is_tiled=True
+    ),
     "qwen3moe": Known(_softmax.QWEN3MOE, head_norms="each"),
+    "qwen3next": Known(_linear.QWEN3NEXT, forward_norm="post_attention_norm", head_norms="each"),
     "qwen3vlmoe": Known(_softmax.QWEN3VLMOE, head_norms="each"),
 }
 

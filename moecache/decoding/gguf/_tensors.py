@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from moecache.decoding._program import MOST_HEAD, MOST_KERNEL, MOST_RANK
 from moecache.decoding.gguf._common import CORRECTION
 from moecache.decoding.gguf._facts import Facts
-from moecache.decoding.gguf.trunk import EMBEDDING, HEAD
+from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, is_made_numbers
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat
 from moecache.kernels import tiler
@@ -14,7 +15,6 @@ from moecache.stores import GgufStore
 
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
-_MOST_RANK = 1024  # of latents, as `Program` has room for
 
 Shapes = Mapping[str, tuple[int, ...]]
 Wanted = Iterator[tuple[str, tuple[int, ...]]]
@@ -64,7 +64,7 @@ def check_tensors(store: GgufStore, facts: Facts) -> None:
     _check_behind(store, facts)
     _check_experts(store, facts)
     for name, (matrix, _) in store.trunk_matrices.items():
-        if name not in wanted or _is_expanded(name):
+        if name not in wanted or is_made_numbers(name):
             continue
         known = matrix.format
         is_computed = known.form is not None and not isinstance(known, StackedFormat)
@@ -78,11 +78,6 @@ def _is_behind(name: str, num_layers: int) -> bool:
     """Return whether a tensor is of a block that guesses further tokens, and is not run."""
     block = _BLOCK.match(name)
     return block is not None and int(block.group(1)) >= num_layers
-
-
-def _is_expanded(name: str) -> bool:
-    """Return whether a matrix becomes part of what expands latents, which is numbers."""
-    return name.endswith("attn_kv_b.weight")
 
 
 def _check_behind(store: GgufStore, facts: Facts) -> None:
@@ -127,7 +122,10 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
         at = f"blk.{block}"
         for name in ("attn_norm", facts.known.forward_norm):
             yield f"{at}.{name}.weight", (hidden,)
-        yield from _attention(facts, at) if facts.rank is None else _latents(facts, at, found)
+        if facts.is_linear(block):
+            yield from _linear_attention(facts, at, found)
+        else:
+            yield from _attention(facts, at) if facts.rank is None else _latents(facts, at, found)
         if facts.is_dense(block):
             yield from _feed_forward(at, "", facts.dense_width, hidden)
         else:
@@ -139,7 +137,8 @@ def _attention(facts: Facts, at: str) -> Wanted:
     heads, keys = facts.num_heads * width, facts.num_kv_heads * width
     if facts.family.sinks is not None:
         yield f"{at}.attn_sinks.weight", (facts.num_heads,)
-    projections = {"attn_q": heads, "attn_k": keys, "attn_v": keys}
+    queries = heads * (1 + facts.family.is_gated)
+    projections = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
     for name, rows in projections.items():
         yield from _linear(f"{at}.{name}", rows, hidden, has_bias=facts.is_biased)
     has_out_bias = facts.is_biased and facts.known.has_out_bias
@@ -150,10 +149,30 @@ def _attention(facts: Facts, at: str) -> Wanted:
         yield f"{at}.attn_k_norm.weight", (width if is_each else keys,)
 
 
+def _linear_attention(facts: Facts, at: str, found: Shapes) -> Wanted:
+    hidden, sizes = facts.hidden_size, facts.linear
+    assert sizes is not None
+    if max(sizes.width, sizes.value_width) > MOST_HEAD or sizes.kernel > MOST_KERNEL:
+        raise NoTextModelError(f"linear attention of {sizes} runs with torch")
+    heads = sizes.num_heads
+    yield f"{at}.attn_qkv.weight", (sizes.channels, hidden)
+    yield f"{at}.attn_gate.weight", (sizes.values, hidden)
+    if f"{at}.ssm_ba.weight" in found:
+        yield f"{at}.ssm_ba.weight", (2 * heads, hidden)
+    else:
+        yield f"{at}.ssm_alpha.weight", (heads, hidden)
+        yield f"{at}.ssm_beta.weight", (heads, hidden)
+    yield f"{at}.ssm_conv1d.weight", (sizes.channels, sizes.kernel)
+    yield f"{at}.ssm_a", (heads,)
+    yield f"{at}.ssm_dt.bias", (heads,)
+    yield f"{at}.ssm_norm.weight", (sizes.value_width,)
+    yield f"{at}.ssm_out.weight", (hidden, sizes.values)
+
+
 def _latents(facts: Facts, at: str, found: Shapes) -> Wanted:
     hidden, heads, rank, low = facts.hidden_size, facts.num_heads, facts.rank, facts.low_rank
     assert rank is not None
-    if not 1 <= rank <= _MOST_RANK:
+    if not 1 <= rank <= MOST_RANK:
         raise NoTextModelError(f"latents of {rank} numbers run with torch")
     queries, content = heads * facts.width, facts.width - facts.turned
     if low is None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from moecache.decoding._program import MAX_ROWS, Program
 from moecache.decoding.gguf._keys_values import TextCache
+from moecache.decoding.gguf._states import StatesCache
 from moecache.decoding.gguf.recipes import FileModel
 from moecache.decoding.gguf.trunk import Trunk
 from moecache.decoding.look_ahead import LookAhead, observer
@@ -77,6 +78,11 @@ class TextModel:
         return self._said.num_layers
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers hold states, which belong to all tokens before them."""
+        return self._said.facts.linear is not None
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""
         return self._said.bytes_per_token
@@ -96,8 +102,7 @@ class TextModel:
         name : int, optional
             Of the text among others that go on beside it, for a policy to tell them apart.
         """
-        said = self._said
-        cache = TextCache(said.num_layers, *said.facts.held, name)
+        cache = self._empty_cache(name)
         pages = list(itertools.takewhile(cache.fits, known))
         if not pages and not num_tokens:
             return cache
@@ -232,7 +237,7 @@ class TextModel:
             self._run(program, num, look_ahead, sequences, on_layer)
             logits: np.ndarray = program.logits_of(1)[:, 0]
             for cache, count in zip(caches, counts.tolist(), strict=True):
-                cache.length += count
+                cache.advance(count)
             self._num_steps += is_step
         return logits
 
@@ -271,6 +276,13 @@ class TextModel:
             roles=runtime.layout.layers[number],
             **self._said.gate,
         )
+
+    def _empty_cache(self, name: int | None) -> TextCache:
+        facts = self._said.facts
+        if facts.linear is None:
+            return TextCache(facts.num_layers, *facts.held, name)
+        is_linear = [facts.is_linear(block) for block in range(facts.num_layers)]
+        return StatesCache(is_linear, facts.linear, *facts.held, name)
 
     def _grow(self, cache: TextCache, num_new: int) -> None:
         growth = cache.growth_bytes(num_new)
@@ -319,7 +331,7 @@ class TextModel:
 
         self._run(program, num, look_ahead, names, on_layer)
         self._num_steps += num == 1
-        cache.length += num
+        cache.advance(num)
         on_read(start + num)
 
     def _run(

@@ -24,6 +24,7 @@ from moecache.decoding.recipe import (
     FeedForward,
     LatentAttention,
     Layer,
+    LinearAttention,
     Recipe,
     Rotation,
     Router,
@@ -112,13 +113,16 @@ class FileModel:
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values, in bfloat16."""
         heads, width, value_width = self.facts.held
-        return 2 * self.num_layers * heads * (width + value_width)
+        linear = sum(map(self.facts.is_linear, range(self.num_layers)))
+        return 2 * (self.num_layers - linear) * heads * (width + value_width)
 
     def prompt_bytes(self, num_tokens: int) -> int:
         """Return the memory that a program takes for so many tokens of a prompt, about."""
         facts = self.facts
         heads = (facts.num_heads + facts.num_kv_heads) * (facts.width + facts.value_width)
         latents = facts.num_heads * sum(facts.held) if facts.rank is not None else 0
+        if facts.linear is not None:
+            heads = max(heads, facts.linear.channels + 2 * facts.linear.values)
         dense = max(facts.shared_width, facts.dense_width if facts.is_dense(0) else 0)
         # Rows of experts and their inputs; queries, keys, values and what is made of them; the
         # shared expert's; hidden states; and what of all that is converted.
@@ -186,7 +190,7 @@ class FileModel:
                 forward = _feed_forward(trunk, at, "_shexp", has_weight=has_weight)
         return Layer(
             self._norm(trunk, f"{at}.attn_norm.weight"),
-            self._attention(trunk, block) if facts.rank is None else self._latents(trunk, at),
+            self._attending(trunk, block),
             self._norm(trunk, f"{at}.{facts.known.forward_norm}.weight"),
             forward,
             router,
@@ -213,6 +217,42 @@ class FileModel:
             scale=facts.experts_scale,
         )
 
+    def _attending(self, trunk: Trunk, block: int) -> Attention | LatentAttention | LinearAttention:
+        if self.facts.is_linear(block):
+            return self._linear(trunk, f"blk.{block}")
+        if self.facts.rank is not None:
+            return self._latents(trunk, f"blk.{block}")
+        return self._attention(trunk, block)
+
+    def _linear(self, trunk: Trunk, at: str) -> LinearAttention:
+        facts = self.facts
+        assert facts.linear is not None
+        num_keys, num_heads, width, value_width, _ = facts.linear
+        if f"{at}.ssm_ba.weight" in trunk:
+            # For each key the shares of its heads, then their decays.
+            both = np.arange(2 * num_heads).reshape(num_keys, 2, -1)
+            shares, decays = (
+                trunk.rows(f"{at}.ssm_ba.weight", both[:, part].reshape(-1)) for part in (0, 1)
+            )
+        else:
+            shares, decays = (trunk.linear(f"{at}.ssm_{part}") for part in ("beta", "alpha"))
+        return LinearAttention(
+            trunk.linear(f"{at}.attn_qkv"),
+            trunk.linear(f"{at}.attn_gate"),
+            decays,
+            shares,
+            trunk.transposed(f"{at}.ssm_conv1d.weight"),
+            trunk.numbers(f"{at}.ssm_a"),
+            trunk.numbers(f"{at}.ssm_dt.bias"),
+            self._norm(trunk, f"{at}.ssm_norm.weight"),
+            trunk.linear(f"{at}.ssm_out"),
+            num_keys=num_keys,
+            num_heads=num_heads,
+            width=width,
+            value_width=value_width,
+            is_tiled=facts.known.is_tiled,
+        )
+
     def _attention(self, trunk: Trunk, block: int) -> Attention:
         at, facts = f"blk.{block}", self.facts
         family = facts.family
@@ -235,6 +275,7 @@ class FileModel:
             clip=None if family.clip is None else self.settings.get(family.clip),
             sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
             window=facts.window(block),
+            is_gated=family.is_gated,
         )
 
     def _latents(self, trunk: Trunk, at: str) -> LatentAttention:

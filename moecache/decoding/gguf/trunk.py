@@ -21,8 +21,15 @@ _TYPES = {"float32": "f32", "bfloat16": "bf16"}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Tensors that expand latents; older files have one of both.
 _EXPANDING = re.compile(r"(blk\.\d+)\.attn_(?:k|v|kv)_b\.weight")
+# What is numbers even if it is stored quantized: few, or not multiplied by kernels of matrices.
+_NUMBERS = re.compile(r"blk\.\d+\.(?:attn_kv_b|ssm_ba|ssm_conv1d)\.weight")
 # Types whose values bfloat16 would not hold.
 _WIDE = ("F32", "F16")
+
+
+def is_made_numbers(name: str) -> bool:
+    """Return whether a tensor becomes numbers even if it is quantized."""
+    return _NUMBERS.fullmatch(name) is not None
 
 
 class Trunk:
@@ -96,6 +103,16 @@ class Trunk:
         found: np.ndarray = self._found[name].result()[0]
         return found
 
+    def rows(self, name: str, order: np.ndarray) -> Linear:
+        """Return a product with some rows of a tensor that is made numbers."""
+        found = np.ascontiguousarray(self.numbers(name)[order], np.float32)
+        num, columns = found.shape
+        return Linear(Matrix(found.ctypes.data, "f32", num, columns, None, found))
+
+    def transposed(self, name: str) -> np.ndarray:
+        """Return a tensor of two dimensions that is made numbers, float32 [columns, rows]."""
+        return np.ascontiguousarray(self.numbers(name).T, np.float32)
+
     def expansion(self, at: str, num_heads: int) -> np.ndarray:
         """Return what makes a head's key and value of a latent.
 
@@ -132,7 +149,7 @@ class Trunk:
         return found
 
     def _read_one(self, name: str) -> tuple[np.ndarray, str, int, int]:
-        if name not in self._matrices:
+        if name not in self._matrices or is_made_numbers(name):
             return self._read_numbers(name)
         matrix = self._matrices[name][0]
         rows, columns, known = matrix.rows, matrix.columns, matrix.format

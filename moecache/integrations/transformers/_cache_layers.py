@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from moecache.decoding._program import KeyValues
+from moecache.decoding._held import KeyValues
 
 # Positions that are allocated at once, at least; an eighth of those that are there beyond them.
 _PAGE = 256

@@ -14,7 +14,8 @@ from torch.nn.modules import module
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from moecache.decoding._program import MAX_ROWS, KeyValues, Program
+from moecache.decoding._held import KeyValues
+from moecache.decoding._program import MAX_ROWS, Program
 from moecache.decoding.look_ahead import observer
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._cache_layers import growth

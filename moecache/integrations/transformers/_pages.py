@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache
 
-from moecache.decoding._program import KeyValues
+from moecache.decoding._held import KeyValues
 from moecache.integrations.transformers._cache_layers import (
     TYPES,
     GrowingLayer,

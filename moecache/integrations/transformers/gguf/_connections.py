@@ -6,13 +6,13 @@ import numpy as np
 
 from moecache.decoding.gguf._architecture import Architecture, Source
 from moecache.decoding.gguf._common import tokens
+from moecache.decoding.gguf._linear import qwen35moe_settings
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.decoding.gguf._sigmoid import indexed_settings, latent_source
 from moecache.integrations.transformers.gguf._linear import (
     LINEAR_NAMES,
     dense_source,
     less_one,
-    qwen35moe_settings,
 )
 
 _PARTS = ("fn", "base", "scale")

@@ -1,17 +1,13 @@
-"""Qwen3-Next and Qwen 3.5: layers of linear attention between those of full attention."""
+"""Parameters of Qwen3-Next and Qwen 3.5 in files: layers of linear attention between others."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from moecache.decoding.gguf._architecture import Architecture, Source
-from moecache.decoding.gguf._common import (
-    expert_width,
-    has_bias,
-    plain_settings,
-)
+from moecache.decoding.gguf import _linear
+from moecache.decoding.gguf._architecture import Source
 from moecache.decoding.gguf._metadata import Metadata
 
 LINEAR_NAMES = {
@@ -24,49 +20,6 @@ LINEAR_NAMES = {
     "linear_attn.in_proj_b.weight": "ssm_beta.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
 }
-
-
-def _settings(said: Metadata) -> dict[str, Any]:
-    values = said.size("ssm.time_step_rank", least=1)
-    keys = said.size("ssm.group_count", least=1)
-    if values % keys or said.size("ssm.inner_size") % values:
-        raise said.unsupported("ssm.time_step_rank", values)
-    linear = [f"blk.{layer}.ssm_a" in said.tensors for layer in range(said.num_layers)]
-    return {
-        **plain_settings(said, is_partial=True),
-        "num_experts": said.size("expert_count", least=1),
-        "moe_intermediate_size": expert_width(said),
-        "shared_expert_intermediate_size": said.size("expert_shared_feed_forward_length"),
-        "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
-        "linear_conv_kernel_dim": said.size("ssm.conv_kernel", least=1),
-        "linear_key_head_dim": said.size("ssm.state_size", least=1),
-        "linear_value_head_dim": said.size("ssm.inner_size", least=1) // values,
-        "linear_num_key_heads": keys,
-        "linear_num_value_heads": values,
-        "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
-    }
-
-
-def _qwen3next(said: Metadata) -> dict[str, Any]:
-    width = expert_width(said)
-    return {
-        **_settings(said),
-        "intermediate_size": said.size("feed_forward_length", width),
-        "norm_topk_prob": True,
-    }
-
-
-def qwen35moe_settings(said: Metadata) -> dict[str, Any]:
-    """Return what Qwen 3.5, and what came of it, says."""
-    settings = _settings(said)
-    sections = said.get("rope.dimension_sections", None)
-    if sections is not None:
-        if not isinstance(sections, list | tuple) or not all(type(n) is int for n in sections):
-            raise said.unsupported("rope.dimension_sections", sections)
-        # In a text all sections have the token's position.
-        settings["rope_parameters"]["mrope_section"] = list(sections[:3])
-        settings["rope_parameters"]["mrope_interleaved"] = True
-    return settings
 
 
 def _next_source(leaf: str, layer: int, said: Metadata) -> Source | None:
@@ -130,7 +83,7 @@ def logarithms(decays: np.ndarray) -> np.ndarray:
 
 def _heads_together(said: Metadata) -> np.ndarray:
     """Return the rows of q, k, v and z, which are apart in the file, head of keys by head."""
-    settings = _settings(said)
+    settings = _linear.linear_settings(said)
     heads = settings["linear_num_key_heads"]
     keys = np.arange(said.rows(heads, settings["linear_key_head_dim"])).reshape(heads, -1)
     count = said.rows(settings["linear_num_value_heads"], settings["linear_value_head_dim"])
@@ -183,11 +136,5 @@ def _spread(order: np.ndarray, width: int) -> np.ndarray:
     return (order[:, None] * width + np.arange(width)).reshape(-1)
 
 
-QWEN3NEXT = Architecture("Qwen3Next", _qwen3next, LINEAR_NAMES, _next_source)
-QWEN35MOE = Architecture(
-    "Qwen3_5Moe",
-    qwen35moe_settings,
-    LINEAR_NAMES,
-    dense_source,
-    config_suffix="TextConfig",
-)
+QWEN3NEXT = replace(_linear.QWEN3NEXT, names=LINEAR_NAMES, source=_next_source)
+QWEN35MOE = replace(_linear.QWEN35MOE, names=LINEAR_NAMES, source=dense_source)

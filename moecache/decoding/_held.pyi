@@ -1,0 +1,33 @@
+from typing import Self, final
+
+@final
+class KeyValues:
+    @property
+    def owner(self) -> object: ...
+    def __new__(
+        cls,
+        keys: int,
+        values: int,
+        type: str,  # noqa: A002 - as the dtypes of kernels are named
+        shape: tuple[int, ...],
+        value_width: int,
+        owner: object,
+        dropped: int = 0,
+    ) -> Self: ...
+
+@final
+class States:
+    @property
+    def owner(self) -> object: ...
+    def __new__(
+        cls,
+        seen: int,
+        next_seen: int,
+        type: str,  # noqa: A002 - as the dtypes of kernels are named
+        shape: tuple[int, ...],
+        steps: tuple[int, ...],
+        states: int,
+        next_states: int,
+        state_shape: tuple[int, ...],
+        owner: object,
+    ) -> Self: ...

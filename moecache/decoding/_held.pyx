@@ -1,0 +1,73 @@
+"""What a layer holds of a text's earlier tokens: keys and values of each, or states."""
+
+cimport cython
+from libc.stdint cimport int64_t, uint8_t, uintptr_t
+
+from moecache.kernels._jobs cimport MC_BF16, MC_F32
+
+_TYPES = {"f32": MC_F32, "bf16": MC_BF16}
+
+
+@cython.final
+cdef class KeyValues:
+    """Keys and values of a layer, [batch, heads, capacity, width] each.
+
+    Parameters
+    ----------
+    keys, values : int
+        Addresses.
+    type : {"f32", "bf16"}
+    shape : (int, int, int, int)
+        Batch, heads, capacity, width of the keys.
+    value_width : int
+    owner : object
+        Kept alive.
+    dropped : int, default 0
+        Positions before those that are held: no longer seen, as a window has passed them.
+    """
+
+    def __cinit__(
+        self, uintptr_t keys, uintptr_t values, str type, tuple shape, int64_t value_width, owner,
+        int64_t dropped=0
+    ):
+        self.dropped = dropped
+        self.keys, self.values, self.type = <uint8_t *>keys, <uint8_t *>values, _TYPES[type]
+        self.batch, self.heads, self.capacity, self.width = shape
+        self.value_width, self.owner = value_width, owner
+
+
+@cython.final
+cdef class States:
+    """What a layer of linear attention holds: it is as large for any number of tokens.
+
+    What a call's tokens leave is written to places of its own, or over what was there.
+
+    Parameters
+    ----------
+    seen, next_seen : int
+        Addresses of the last rows that the convolution sees, the oldest first.
+    type : {"f32", "bf16"}
+        Of these.
+    shape : (int, int, int)
+        Batch, rows, channels.
+    steps : (int, int, int)
+        Bytes from a sequence, a row and a channel to the next.
+    states, next_states : int
+        Addresses of the heads' states, float32 [batch, heads, width, value_width].
+    state_shape : (int, int, int)
+        Heads, width, value width.
+    owner : object
+        Kept alive.
+    """
+
+    def __cinit__(
+        self, uintptr_t seen, uintptr_t next_seen, str type, tuple shape, tuple steps,
+        uintptr_t states, uintptr_t next_states, tuple state_shape, owner
+    ):
+        self.seen, self.next_seen = <const uint8_t *>seen, <uint8_t *>next_seen
+        self.states, self.next_states = <const float *>states, <float *>next_states
+        self.type = _TYPES[type]
+        self.batch, self.rows, self.channels = shape
+        self.sequence_step, self.row_step, self.channel_step = steps
+        self.heads, self.width, self.value_width = state_shape
+        self.owner = owner

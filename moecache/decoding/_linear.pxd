@@ -1,0 +1,45 @@
+"""Declarations of the header beside this file."""
+
+from libc.stdint cimport int64_t, uint8_t
+
+from moecache.kernels._jobs cimport mc_level
+
+
+cdef extern from "_linear.h" nogil:
+    cdef enum:
+        MC_MOST_HEAD
+        MC_MOST_KERNEL
+
+    ctypedef struct mc_stretch:
+        int64_t first
+        int64_t num
+        const uint8_t *seen
+        uint8_t *next_seen
+        int64_t row_step
+        int64_t channel_step
+        int seen_type
+        const float *states
+        float *next_states
+
+    ctypedef struct mc_linear:
+        const mc_level *level
+        int64_t num_keys
+        int64_t num_heads
+        int64_t width
+        int64_t value_width
+        int is_tiled
+        int64_t kernel
+        const float *conv
+        const float *rates
+        const float *steps
+        const uint8_t *norm
+        int norm_type
+        float epsilon
+        const mc_stretch *stretches
+        const float *mixed
+        const float *decays
+        const float *shares
+        const float *gates
+        float *out
+
+    void mc_linear_item(void *job, int64_t item)

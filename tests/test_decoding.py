@@ -1,14 +1,14 @@
 """Program beside its formulas in NumPy: attention of every kind, routers, many rows, any level."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from moecache import ExpertCache, kernels
-from moecache.decoding._held import KeyValues
+from moecache.decoding._held import KeyValues, States
 from moecache.decoding._program import Program
 from moecache.decoding.recipe import (
     Attention,
@@ -16,6 +16,7 @@ from moecache.decoding.recipe import (
     LatentAttention,
     Layer,
     Linear,
+    LinearAttention,
     Norm,
     Recipe,
     Rotation,
@@ -80,6 +81,27 @@ def latent(heads: int = HEADS) -> LatentAttention:
     )
 
 
+def recurrent(*, is_tiled: bool = False, kernel: int = 3) -> LinearAttention:
+    """Return linear attention of 4 heads over 2, of states [9, 21]."""
+    channels = 2 * 2 * 9 + HEADS * 21
+    return LinearAttention(
+        mixed=linear(channels, HIDDEN),
+        gates=linear(HEADS * 21, HIDDEN),
+        decays=linear(HEADS, HIDDEN),
+        shares=linear(HEADS, HIDDEN),
+        conv=drawn(kernel, channels) * 9,
+        rates=-np.exp(drawn(HEADS)),
+        steps=drawn(HEADS),
+        norm=norm(21),
+        out=linear(HIDDEN, HEADS * 21),
+        num_keys=2,
+        num_heads=HEADS,
+        width=9,
+        value_width=21,
+        is_tiled=is_tiled,
+    )
+
+
 FORWARD = FeedForward(
     linear(WIDE, HIDDEN), linear(WIDE, HIDDEN), linear(HIDDEN, WIDE), "silu", linear(1, HIDDEN)
 )
@@ -92,6 +114,15 @@ KINDS = {
     "temperature": grouped(temperature=(2.0, 0.7)),
     "latent": latent(),
     "three latent heads": latent(3),
+    "gates": grouped(
+        query=linear(2 * HEADS * 10, HIDDEN),
+        value=linear(20, HIDDEN),
+        out=linear(HIDDEN, HEADS * 10),
+        value_width=10,
+        is_gated=True,
+    ),
+    "linear": recurrent(),
+    "linear tiled": recurrent(is_tiled=True, kernel=1),
 }
 
 
@@ -141,17 +172,48 @@ def attended(scores: np.ndarray, values: np.ndarray, sink: float = -np.inf) -> n
     return shares @ values / (shares.sum() + np.exp(sink - max(scores.max(), sink)))
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """Return 1 / (1 + exp(-x))."""
+    return 1 / (1 + np.exp(-x))
+
+
 @dataclass
 class Oracle:
     """One sequence: keys and values of each layer, as the cache holds them."""
 
     recipe: Recipe
     held: list[list[tuple[np.ndarray, np.ndarray]]]
+    states: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
+
+    def recurrence(self, number: int, x: np.ndarray) -> np.ndarray:
+        """Return a layer's linear attention."""
+        a, past = self.recipe.layers[number].attention, self.held[number]
+        assert isinstance(a, LinearAttention)
+        past.append((times(a.mixed, x), x))
+        rows = [row for row, _ in past[-len(a.conv) :]]
+        mixed = sum(row * weight for row, weight in zip(rows[::-1], a.conv[::-1], strict=False))
+        mixed = mixed * sigmoid(mixed)
+        q, k, v = np.split(mixed, [a.num_keys * a.width, 2 * a.num_keys * a.width])
+        q, k = (part.reshape(a.num_keys, -1) for part in (q, k))
+        q, k = (part / np.sqrt((part**2).sum(1, keepdims=True) + 1e-6) for part in (q, k))
+        decays = np.exp(a.rates * np.log1p(np.exp(times(a.decays, x) + a.steps)))
+        shares, out = sigmoid(times(a.shares, x)), []
+        for head, value in enumerate(v.reshape(a.num_heads, -1)):
+            key = head % a.num_keys if a.is_tiled else head // (a.num_heads // a.num_keys)
+            state = self.states.get((number, head), np.zeros((a.width, a.value_width)))
+            state = state * decays[head]
+            state = state + np.outer(k[key], (value - k[key] @ state) * shares[head])
+            self.states[number, head] = state
+            out.append(normed(a.norm, q[key] @ state / math.sqrt(a.width)))
+        gates = times(a.gates, x)
+        return times(a.out, np.concatenate(out) * gates * sigmoid(gates))
 
     def attention(self, number: int, x: np.ndarray, position: int) -> np.ndarray:
         """Return a layer's attention, of a token's normed hidden state."""
         a = self.recipe.layers[number].attention
         past = self.held[number]
+        if isinstance(a, LinearAttention):
+            return self.recurrence(number, x)
         if isinstance(a, LatentAttention):
             compressed = times(a.compressed, x)
             latent_now = normed(a.norm, compressed[:RANK])
@@ -166,6 +228,8 @@ class Oracle:
                 out.append(attended(keys @ whole * a.scale, expanded[:, a.width :]))
             return times(a.out, np.concatenate(out))
         q, k, v = times(a.query, x), times(a.key, x), times(a.value, x)
+        if a.is_gated:
+            q, gates = q.reshape(a.num_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
         if a.query_norm is not None and not a.has_late_norms:
             q, k = normed(a.query_norm, q), normed(a.key_norm, k)
         if a.clip is not None:
@@ -186,7 +250,8 @@ class Oracle:
             keys, values = (np.array([pair[i][shared] for pair in seen]) for i in (0, 1))
             sink = -np.inf if a.sinks is None else float(a.sinks[head])
             out.append(attended(keys @ q[head] * a.scale, values, sink))
-        return times(a.out, np.concatenate(out))
+        mixed = np.concatenate(out)
+        return times(a.out, mixed * sigmoid(gates) if a.is_gated else mixed)
 
     def logits(self, embedding: np.ndarray, position: int) -> np.ndarray:
         """Return a token's logits."""
@@ -212,11 +277,34 @@ def recipe_of(kind: str) -> Recipe:
     return Recipe(HIDDEN, (layer, layer), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
 
 
+def states_of(a: LinearAttention, batch: int) -> States:
+    """Return what is held of no tokens, channel by channel, written over in place."""
+    rows, channels = len(a.conv) - 1, a.conv.shape[1]
+    seen = np.zeros((batch, channels, rows), np.float32)
+    states = np.zeros((batch, a.num_heads, a.width, a.value_width), np.float32)
+    places, steps = (seen.ctypes.data,) * 2, (4 * channels * rows, 4, 4 * rows)
+    return States(
+        *places,
+        0,
+        "f32",
+        (batch, rows, channels),
+        steps,
+        states.ctypes.data,
+        states.ctypes.data,
+        0,
+        states.shape[1:],
+        (seen, states),
+    )
+
+
 def pages_of(recipe: Recipe, batch: int, capacity: int) -> list[Any]:
     """Return empty keys and values, with exactly this room."""
     found = []
     for layer in recipe.layers:
         a = layer.attention
+        if isinstance(a, LinearAttention):
+            found.append(states_of(a, batch))
+            continue
         heads, width, value_width = 1, RANK, ROTARY
         if isinstance(a, Attention):
             heads, width, value_width = a.num_kv_heads, a.width, a.value_width

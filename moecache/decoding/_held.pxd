@@ -14,9 +14,12 @@ cdef class KeyValues:
 cdef class States:
     cdef const uint8_t *seen
     cdef uint8_t *next_seen
+    cdef uint8_t *saved_seen
     cdef const float *states
     cdef float *next_states
+    cdef float *saved_states
     cdef int type
     cdef int64_t batch, rows, channels, sequence_step, row_step, channel_step
     cdef int64_t heads, width, value_width
+    cdef public int64_t num_saved
     cdef readonly object owner

@@ -17,17 +17,20 @@ class KeyValues:
 
 @final
 class States:
+    num_saved: int
     @property
     def owner(self) -> object: ...
     def __new__(
         cls,
         seen: int,
         next_seen: int,
+        saved_seen: int,
         type: str,  # noqa: A002 - as the dtypes of kernels are named
         shape: tuple[int, ...],
         steps: tuple[int, ...],
         states: int,
         next_states: int,
+        saved_states: int,
         state_shape: tuple[int, ...],
         owner: object,
     ) -> Self: ...

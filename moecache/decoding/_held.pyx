@@ -44,27 +44,34 @@ cdef class States:
 
     Parameters
     ----------
-    seen, next_seen : int
-        Addresses of the last rows that the convolution sees, the oldest first.
+    seen, next_seen, saved_seen : int
+        Addresses of the last rows that the convolution sees, the oldest first; the last are those
+        behind the first tokens of a call, if asked for.
     type : {"f32", "bf16"}
         Of these.
     shape : (int, int, int)
         Batch, rows, channels.
     steps : (int, int, int)
         Bytes from a sequence, a row and a channel to the next.
-    states, next_states : int
+    states, next_states, saved_states : int
         Addresses of the heads' states, float32 [batch, heads, width, value_width].
     state_shape : (int, int, int)
         Heads, width, value width.
     owner : object
         Kept alive.
+
+    Attributes
+    ----------
+    num_saved : int
+        So many of the next call's tokens leave what is saved; 0: nothing is.
     """
 
     def __cinit__(
-        self, uintptr_t seen, uintptr_t next_seen, str type, tuple shape, tuple steps,
-        uintptr_t states, uintptr_t next_states, tuple state_shape, owner
+        self, uintptr_t seen, uintptr_t next_seen, uintptr_t saved_seen, str type, tuple shape, tuple steps,
+        uintptr_t states, uintptr_t next_states, uintptr_t saved_states, tuple state_shape, owner
     ):
         self.seen, self.next_seen = <const uint8_t *>seen, <uint8_t *>next_seen
+        self.saved_seen, self.saved_states = <uint8_t *>saved_seen, <float *>saved_states
         self.states, self.next_states = <const float *>states, <float *>next_states
         self.type = _TYPES[type]
         self.batch, self.rows, self.channels = shape

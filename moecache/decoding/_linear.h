@@ -11,15 +11,17 @@
 enum { MC_MOST_KERNEL = 8, MC_MOST_HEAD = 256, MC_ROWS_TOGETHER = 16 };
 
 /* Rows of a sequence, and what is left of those before them: the last ones that a convolution sees, in the type
- * MC_F32 or MC_BF16, and the heads' states. What they leave may be written over it. */
+ * MC_F32 or MC_BF16, and the heads' states. What they leave may be written over it; what the first `num_saved` of
+ * them leave is written to places of its own, too, if there are some. */
 typedef struct {
-    int64_t first, num;
+    int64_t first, num, num_saved;
     const uint8_t *seen;
     uint8_t *next_seen;
     int64_t row_step, channel_step; /* of these: bytes */
     int seen_type;
+    uint8_t *saved_seen;
     const float *states; /* [num_heads, width, value_width] */
-    float *next_states;
+    float *next_states, *saved_states;
 } mc_stretch;
 
 typedef struct {
@@ -77,15 +79,22 @@ static const float *mc_seen_row(const mc_linear *l, const mc_stretch *s, const m
     return l->mixed + (s->first + t) * mc_num_channels(l) + c->channel;
 }
 
-/* Keeps what the next rows will see. */
-static void mc_leave(const mc_linear *l, const mc_stretch *s, const mc_channels *c)
+/* Keeps what the rows behind the first `num` will see. */
+static void mc_leave(const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t num, uint8_t *seen)
 {
     for (int64_t t = 0; t < l->kernel - 1; t++) {
-        const float *row = mc_seen_row(l, s, c, s->num - (l->kernel - 1) + t);
-        uint8_t *to = s->next_seen + t * s->row_step + c->channel * s->channel_step;
+        const float *row = mc_seen_row(l, s, c, num - (l->kernel - 1) + t);
+        uint8_t *to = seen + t * s->row_step + c->channel * s->channel_step;
         for (int64_t i = 0; i < c->num; i++)
             mc_store(row + i, 1, s->seen_type, to + i * s->channel_step);
     }
+}
+
+static void mc_leave_all(const mc_linear *l, const mc_stretch *s, const mc_channels *c)
+{
+    if (s->num_saved)
+        mc_leave(l, s, c, s->num_saved, s->saved_seen);
+    mc_leave(l, s, c, s->num, s->next_seen);
 }
 
 /* silu of the convolution's row; `out` has room for a multiple of 16. */
@@ -144,6 +153,8 @@ static void mc_delta_rows(
         .out = values[0],
     };
     l->level->delta(&d);
+    if (end == s->num_saved)
+        memcpy(s->saved_states + state, d.next, (size_t)(l->width * l->value_width) * sizeof *d.next);
     for (int64_t t = begin; t < end; t++) {
         int64_t at = ((s->first + t) * l->num_heads + head) * l->value_width;
         float *row = values[t - begin];
@@ -167,6 +178,8 @@ static void mc_linear_item(void *job, int64_t item)
     mc_see(l, s, (l->num_keys + key) * l->width, l->width, &of_key);
     for (int64_t begin = 0; begin < s->num; begin = end) {
         end = begin + MC_ROWS_TOGETHER < s->num ? begin + MC_ROWS_TOGETHER : s->num;
+        if (begin < s->num_saved && s->num_saved < end)
+            end = s->num_saved;
         for (int64_t t = begin; t < end; t++) {
             mc_convolve(l, s, &of_query, t, queries[t - begin]);
             mc_convolve(l, s, &of_key, t, keys[t - begin]);
@@ -178,11 +191,11 @@ static void mc_linear_item(void *job, int64_t item)
             mc_see(l, s, 2 * l->num_keys * l->width + head * l->value_width, l->value_width, &of_value);
             mc_delta_rows(l, s, &of_value, head, begin, end, queries[0], keys[0]);
             if (end == s->num)
-                mc_leave(l, s, &of_value);
+                mc_leave_all(l, s, &of_value);
         }
     }
-    mc_leave(l, s, &of_query);
-    mc_leave(l, s, &of_key);
+    mc_leave_all(l, s, &of_query);
+    mc_leave_all(l, s, &of_key);
 }
 
 #endif

@@ -13,13 +13,16 @@ cdef extern from "_linear.h" nogil:
     ctypedef struct mc_stretch:
         int64_t first
         int64_t num
+        int64_t num_saved
         const uint8_t *seen
         uint8_t *next_seen
+        uint8_t *saved_seen
         int64_t row_step
         int64_t channel_step
         int seen_type
         const float *states
         float *next_states
+        float *saved_states
 
     ctypedef struct mc_linear:
         const mc_level *level

@@ -790,7 +790,7 @@ cdef class Program:
         for i in range(self.num_layers):
             layer = &self.layers[i]
             if layer.is_linear:
-                _check_states(layer, pages[i], batch)
+                _check_states(layer, pages[i], batch, each)
                 continue
             page = pages[i]
             if (
@@ -849,7 +849,9 @@ cdef class Program:
         for i in range(len(caches)):
             page = (<list>caches[i])[at]
             for sequence in range(batch):
-                s.first, s.num = first, counts[i]
+                s.first, s.num, s.num_saved = first, counts[i], page.num_saved
+                s.saved_seen = page.saved_seen + sequence * page.sequence_step
+                s.saved_states = page.saved_states + sequence * size
                 s.seen = page.seen + sequence * page.sequence_step
                 s.next_seen = page.next_seen + sequence * page.sequence_step
                 s.row_step, s.channel_step = page.row_step, page.channel_step
@@ -1483,9 +1485,12 @@ cdef class Program:
             mc_add(x + i * hidden, self.added + i * hidden, hidden, weight * layer.residual)
 
 
-cdef int _check_states(const Layer *layer, States page, int64_t batch) except -1:
+cdef int _check_states(
+    const Layer *layer, States page, int64_t batch, int64_t num
+) except -1:
     if (
         page.batch != batch or page.rows != layer.kernel - 1 or page.heads != layer.num_heads
+        or not 0 <= page.num_saved <= (num if page.saved_states != NULL else 0)
         or page.channels != layer.query.matrix.rows
         or page.width != layer.width or page.value_width != layer.value_width
     ):

@@ -19,7 +19,8 @@ from moecache.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 # Keys and values of each layer, [1, heads, positions, width], as arrays of bytes have no dtype of
-# torch's: bfloat16 is uint16 here.
+# torch's: bfloat16 is uint16 here. Behind them there may be what layers of linear attention hold
+# where the page ends.
 Page = tuple[tuple[np.ndarray, np.ndarray], ...]
 # Positions of a page.
 PAGE_TOKENS = 256
@@ -256,6 +257,9 @@ class PrefixCache:
 
     def _put(self, name: bytes, page: Page, parts: Sequence[bytes]) -> None:
         """Take in a page, in the place of what is known of its beginning."""
+        known = self._pages.get(name)
+        if known is not None and _nbytes(known) < _nbytes(page):
+            self._remove(name)  # it was without states
         if name not in self._pages and name not in self._longer:
             self._pages[name] = page
             self._nbytes += _nbytes(page)

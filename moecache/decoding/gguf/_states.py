@@ -8,13 +8,19 @@ from moecache.decoding._held import KeyValues, States
 from moecache.decoding.gguf._facts import Linear
 from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.prefixes import Page
+from moecache.interrupts import uninterrupted
+
+_NOTHING: np.ndarray = np.zeros(0, np.float32)
+# States are saved behind a multiple of so many tokens, as pages end there.
+STATE_TOKENS = 64
 
 
 class StatesCache(TextCache):
     """Keys and values of a text, and the states of its layers of linear attention, in float32.
 
     A call reads the states of the text so far, and writes the next ones beside them: one that fails
-    leaves the text as it was.
+    leaves the text as it was. A page has keys and values of the other layers, and behind them the
+    states where it ends, if they are saved.
 
     Parameters
     ----------
@@ -35,53 +41,107 @@ class StatesCache(TextCache):
         value_width: int,
         name: int | None = None,
     ) -> None:
-        super().__init__(is_linear.count(False), num_heads, width, value_width, name)
+        super().__init__(list(is_linear).count(False), num_heads, width, value_width, name)
         self._is_linear, self._linear = tuple(is_linear), linear
-        self._num_linear = sum(is_linear)
-        # Pages by which of two places is read from; none before the first call.
+        # Of each layer the rows that a convolution sees and the heads' states, in three places:
+        # two that are read and written in turns, and that of what is saved.
+        self._seen = self._held = _NOTHING
         self._states: tuple[list[States], list[States]] | None = None
         self._turn = 0
+        # Tokens that the saved states are behind, and those of a call that began.
+        self._saved: int | None = None
+        self._saving: int | None = None
 
     def pages(self, num_new: int) -> list[KeyValues | States]:
         """Return what a program reads, and writes to."""
         own = iter(super().pages(num_new))
-        if self._states is None:
-            self._states = self._allocated_states()
-        states = iter(self._states[self._turn])
-        return [next(states) if is_linear else next(own) for is_linear in self._is_linear]
+        states = self._all_states()[self._turn]
+        end = (self.length + num_new) // STATE_TOKENS * STATE_TOKENS
+        num_saved = max(end - self.length, 0)
+        self._saving = end if num_saved else None
+        if num_saved:
+            self._saved = None
+        if states and states[0].num_saved != num_saved:
+            for page in states:
+                page.num_saved = num_saved
+        some = iter(states)
+        return [next(some) if is_linear else next(own) for is_linear in self._is_linear]
 
     def advance(self, num_new: int) -> None:
-        """Note that a call has put tokens behind the others."""
-        super().advance(num_new)
-        self._turn = 1 - self._turn
+        """Note that a call has put so many tokens behind the others."""
+        with uninterrupted():
+            if self._saving is not None:
+                self._saved = self._saving
+            self.length += num_new
+            self._turn = 1 - self._turn
 
-    def fits(self, _: Page) -> bool:
-        """Return False: a page has no states."""
-        return False
+    def fits(self, page: Page) -> bool:
+        """Return whether a page is of such keys and values, and states."""
+        num_layers, _ = self._shape
+        states = page[num_layers:]
+        shapes = [shape[1:] for shape in self._state_shapes()]
+        return super().fits(page[:num_layers]) and all(
+            len(states) in (0, self._is_linear.count(True))
+            and tuple(part.shape for part in parts) == tuple(shapes)
+            and all(part.dtype == np.float32 for part in parts)
+            for parts in states
+        )
+
+    def restore(self, pages: Sequence[Page]) -> None:
+        """Put the positions of pages that `fits` behind none, up to the last that has states."""
+        num_layers, _ = self._shape
+        places = [place for place, page in enumerate(pages) if len(page) > num_layers]
+        if not places:
+            return
+        found = pages[: places[-1] + 1]
+        self._all_states()
+        super().restore([page[:num_layers] for page in found])
+        for layer, (seen, states) in enumerate(found[-1][num_layers:]):
+            self._seen[self._turn, layer], self._held[self._turn, layer] = seen, states
+
+    def page(self, begin: int, end: int) -> Page:
+        """Return a copy of positions from `begin` to `end`, and of the states if saved there."""
+        found = super().page(begin, end)
+        if self._saved != end:
+            return found
+        return (*found, *zip(self._seen[2].copy(), self._held[2].copy(), strict=True))
 
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
-        states = 2 * self._num_linear * self._linear.nbytes if self._states is None else 0
-        return super().growth_bytes(num_new) + states
+        states = 3 * self._is_linear.count(True) * self._linear.nbytes
+        return super().growth_bytes(num_new) + (states if self._states is None else 0)
 
-    def _allocated_states(self) -> tuple[list[States], list[States]]:
-        linear, num = self._linear, self._num_linear
-        rows = linear.kernel - 1
-        seen = np.zeros((2, num, rows, linear.channels), np.float32)
-        states = np.zeros((2, num, linear.num_heads, linear.width, linear.value_width), np.float32)
+    def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        linear, num = self._linear, self._is_linear.count(True)
+        # Of four dimensions, as keys and values.
+        seen = (num, 1, 1, linear.kernel - 1, linear.channels)
+        return seen, (num, 1, linear.num_heads, linear.width, linear.value_width)
 
-        def page(layer: int, turn: int) -> States:
-            return States(
-                seen[turn, layer].ctypes.data,
-                seen[1 - turn, layer].ctypes.data,
-                "f32",
-                (1, rows, linear.channels),
-                (0, 4 * linear.channels, 4),
-                states[turn, layer].ctypes.data,
-                states[1 - turn, layer].ctypes.data,
-                states.shape[2:],
-                (seen, states),
-            )
+    def _all_states(self) -> tuple[list[States], list[States]]:
+        """Return the layers' states, by which of the two places is read."""
+        if self._states is None:
+            seen, held = (np.zeros((3, *shape), np.float32) for shape in self._state_shapes())
+            linear = self._linear
 
-        first, second = ([page(layer, turn) for layer in range(num)] for turn in (0, 1))
-        return first, second
+            def page(layer: int, turn: int) -> States:
+                places = (turn, 1 - turn, 2)
+                read, written, saved = (seen[place, layer].ctypes.data for place in places)
+                state, next_state, saved_state = (held[at, layer].ctypes.data for at in places)
+                return States(
+                    read,
+                    written,
+                    saved,
+                    "f32",
+                    (1, linear.kernel - 1, linear.channels),
+                    (0, 4 * linear.channels, 4),
+                    state,
+                    next_state,
+                    saved_state,
+                    held.shape[3:],
+                    (seen, held),
+                )
+
+            layers = range(len(held[0]))
+            first, second = ([page(layer, turn) for layer in layers] for turn in (0, 1))
+            self._seen, self._held, self._states = seen, held, (first, second)
+        return self._states

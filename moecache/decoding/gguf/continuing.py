@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import moecache
+from moecache.decoding.gguf._states import STATE_TOKENS
 from moecache.decoding.gguf.model import TextModel
 from moecache.decoding.gguf.text import Text
 from moecache.decoding.prefixes import PAGE_TOKENS, PART_TOKENS, PrefixCache, describe_files
@@ -138,11 +139,12 @@ def open_prefixes(
         # What angles are computed by, and all else.
         "machine": [np.__version__, level()],
     }
+    has_states = model.has_states
     return PrefixCache(
         hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).digest(),
-        PAGE_TOKENS,
+        STATE_TOKENS if has_states else PAGE_TOKENS,
         max_bytes,
-        part_tokens=PART_TOKENS,
+        part_tokens=None if has_states else PART_TOKENS,
         directory=directory,
         max_disk_bytes=max_disk_bytes,
     )

@@ -227,7 +227,7 @@ class TextModel:
             look_ahead = self._look_ahead if num <= MAX_ROWS else None
             self._embed(tokens, program.hidden[:num])
             program.begin_together(
-                [cache.pages(0) for cache in caches],
+                [cache.pages(count) for cache, count in zip(caches, counts.tolist(), strict=True)],
                 lengths,
                 *self._said.angles(np.concatenate(list(map(np.arange, lengths, lengths + counts)))),
                 observe=observer(self.runtime.steps, program, look_ahead),

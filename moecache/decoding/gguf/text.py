@@ -97,8 +97,8 @@ class Text:
 
     def num_kept_of(self, prompt: Sequence[int]) -> int:
         """Return how many of a prompt's first tokens are in whole pages that this text keeps."""
-        if self._prefixes is None:
-            return 0
+        if self._prefixes is None or self._model.has_states:
+            return 0  # states are kept at a prompt's end alone
         pairs = enumerate(zip(prompt, self._tokens, strict=False))
         # A prompt's last token is read anew: its logits are wanted.
         shared = next((num for num, (one, other) in pairs if one != other), len(prompt) - 1)
@@ -138,7 +138,8 @@ class Text:
             self.take(logits)
         else:
             # Whole pages: who begins alike waits for them.
-            self._keep(num // PAGE_TOKENS * PAGE_TOKENS)
+            size = PAGE_TOKENS if self._prefixes is None else self._prefixes.page_tokens
+            self._keep(num // size * size)
 
     def step(self) -> None:
         """Compute the logits after the last token, alone, and draw the next one.

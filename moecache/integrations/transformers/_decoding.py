@@ -14,7 +14,7 @@ from torch.nn.modules import module
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from moecache.decoding._held import KeyValues
+from moecache.decoding._held import KeyValues, States
 from moecache.decoding._program import MAX_ROWS, Program
 from moecache.decoding.look_ahead import observer
 from moecache.errors import ConfigError
@@ -337,7 +337,7 @@ class Decoder:
         self._runtime.steps.check_usable()
         num_rows = len(ids)
         each = 1 if begins is None else num_rows // len(begins)
-        pages: list[list[KeyValues]] = []
+        pages: list[list[KeyValues | States]] = []
         for cache, length in zip(caches, lengths, strict=True):
             found = self._pages.of(cache, length, each)
             if found is None or len(found) != len(reading.recipe.layers):

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.cache_utils import Cache, DynamicCache
 
-from moecache.decoding._held import KeyValues
+from moecache.decoding._held import KeyValues, States
 from moecache.integrations.transformers._cache_layers import (
     TYPES,
     GrowingLayer,
@@ -33,7 +33,7 @@ class Pages:
         self._most = most
         self._last: dict[int, _Last] = {}
 
-    def of(self, cache: Cache, length: int, num_tokens: int) -> list[KeyValues] | None:
+    def of(self, cache: Cache, length: int, num_tokens: int) -> list[KeyValues | States] | None:
         """Return a cache's layers, with room for more tokens.
 
         Returns
@@ -82,7 +82,7 @@ class _Last:
         self, cache: "weakref.ref[Cache]", layers: list[GrowingLayer | SlidingLayer]
     ) -> None:
         self.cache, self.layers = cache, layers
-        self.found = [layer.key_values() for layer in layers]
+        self.found: list[KeyValues | States] = [layer.key_values() for layer in layers]
         held: Any = layers[0].keys if layers else None
         # Batch and dtype, the same for all layers of a model.
         self.kind = (0, None) if held is None else (held.shape[0], held.dtype)

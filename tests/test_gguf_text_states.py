@@ -1,0 +1,177 @@
+"""Texts of a GGUF file's model that has states, which belong to all tokens before them."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moecache.decoding.gguf._states import STATE_TOKENS
+from moecache.decoding.gguf.continuing import open_prefixes
+from moecache.decoding.gguf.model import TextModel
+from moecache.decoding.gguf.opening import open_text_model
+from moecache.errors import StoreError
+from tests.helpers.gguf_models import write_gguf
+from tests.helpers.gguf_texts import QUANTIZED, parts_of
+from tests.test_gguf_text_model import run_text, text_after
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+IDS = np.random.default_rng(0).integers(3, 90, 150).tolist()
+
+
+@pytest.fixture(name="file", scope="module")
+def _file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a quantized file of Qwen 3.5."""
+    path = tmp_path_factory.mktemp("states") / "model.gguf"
+    settings = {"hidden_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
+    _, metadata, tensors = parts_of("qwen35moe", **settings)
+    write_gguf(path, metadata, tensors, QUANTIZED)
+    return path
+
+
+@pytest.fixture(name="model")
+def _model(file: Path) -> Iterator[TextModel]:
+    """Return its model with a few slots."""
+    with open_text_model(file, "50%") as model:
+        yield model
+
+
+def test_a_text_goes_on_from_the_last_states_that_are_known(model: TextModel) -> None:
+    """Those at the end of a prompt's last page, or of an answer's."""
+    rng = np.random.default_rng(1)
+    prefixes = open_prefixes(model, 2**26)
+    prompt, known = IDS, 0
+    for turn in range(4):
+        wanted, _ = run_text(model, prompt, 90)
+        assert run_text(model, prompt, 90, prefixes) == (wanted, known)
+        # The last token of an answer is drawn, and not read.
+        known = (len(prompt) + len(wanted) - 1) // STATE_TOKENS * STATE_TOKENS
+        prompt = prompt + wanted + rng.integers(3, 90, 9 + turn).tolist()
+    # Another end: what is left out of an answer is what was thought, say.
+    other = [*IDS, 7, 8, 9]
+    assert run_text(model, other, 5, prefixes) == (run_text(model, other, 5)[0], 128)
+    # Pages that have no states are none to go on from.
+    other = [*IDS[:100], 7, 8, 9]
+    assert run_text(model, other, 5, prefixes) == (run_text(model, other, 5)[0], 0)
+    # Then they have them.
+    assert run_text(model, [*IDS[:66], 8, 9], 5, prefixes)[1] == 64
+
+
+def test_states_are_found_by_another_process(model: TextModel, file: Path, tmp_path: Path) -> None:
+    """In files."""
+    wanted, _ = run_text(model, IDS, 6)
+    for known in (0, 128):
+        with (
+            open_text_model(file, "50%") as opened,
+            contextlib.closing(
+                open_prefixes(opened, 2**24, directory=tmp_path, max_disk_bytes=2**24)
+            ) as prefixes,
+        ):
+            assert run_text(opened, IDS, 6, prefixes) == (wanted, known)
+
+
+def test_a_read_that_fails_leaves_the_states_as_they_were(file: Path, tmp_path: Path) -> None:
+    """In the middle of a token and of a prompt, whose first layers have theirs already."""
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(file.read_bytes())
+    with open_text_model(copy, slots=1, prefetch="off", prefault="off") as model:
+        wanted, last = text_after(model, IDS, 3)
+        cache = model.new_cache()
+        logits = model.read(IDS[:60], cache)
+        size = copy.stat().st_size
+        os.truncate(copy, size // 2)
+        for ids in ([5], IDS[60:]):
+            with pytest.raises(StoreError):
+                model.read(ids, cache)
+        copy.write_bytes(file.read_bytes())
+        assert cache.length == 60
+        logits = model.read(IDS[60:], cache)
+        out = []
+        for _ in range(3):
+            out.append(int(logits.argmax()))
+            logits = model.read(out[-1:], cache)
+        assert out == wanted
+        assert np.array_equal(logits, last)
+
+
+def test_an_interrupt_leaves_the_states_where_they_were(file: Path) -> None:
+    """Wherever it comes in a prompt: what is read again has the same bits."""
+
+    class EndError(Exception):
+        pass
+
+    def end(*_: object) -> None:
+        raise EndError
+
+    with open_text_model(file, "30%", prefetch="off") as model:
+        whole = model.new_cache()
+        model.read(IDS[:40], whole)
+        wanted = model.read(IDS[40:], whole)
+        cache = model.new_cache()
+        model.read(IDS[:40], cache)
+        before, num_ended = signal.signal(signal.SIGALRM, end), 0
+        try:
+            for microseconds in range(100, 4000, 300):
+                signal.setitimer(signal.ITIMER_REAL, microseconds / 1e6)
+                try:
+                    logits = model.read(IDS[40:], cache)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    time.sleep(0.001)
+                    break
+                except EndError:
+                    num_ended += 1
+                    if cache.length != 40:  # it came after the last layer
+                        break
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert num_ended
+        if cache.length == 40:
+            logits = model.read(IDS[40:], cache)
+            assert np.array_equal(logits, wanted)
+        assert np.array_equal(model.read([5], cache), model.read([5], whole))
+
+
+def test_texts_are_read_together(model: TextModel) -> None:
+    """Each with its own states: the bits that it has alone; pages are those of either way."""
+    parts = [IDS[:70], IDS[70:71], IDS[71:140]]
+    alone, caches = [], [model.new_cache() for _ in parts]
+    for part in parts:
+        own = model.new_cache()
+        alone.append([model.read(part, own), model.read([5], own)])
+        pages = own.page(0, 64) if len(part) > 64 else ()
+        alone[-1].append([each.tobytes() for layer in pages for each in layer])
+    for step in range(2):
+        found = model.read_together(parts if not step else [[5]] * 3, caches)
+        assert all(np.array_equal(one, own[step]) for one, own in zip(found, alone, strict=True))
+    for cache, own in zip(caches, alone, strict=True):
+        pages = cache.page(0, 64) if cache.length > 64 else ()
+        assert [each.tobytes() for layer in pages for each in layer] == own[2]
+
+
+def test_pages_of_another_shape_are_left_out(model: TextModel) -> None:
+    """With those behind them, and those behind the last that has states."""
+    cache = model.new_cache()
+    model.read(IDS, cache)
+    first, second = cache.page(0, 64), cache.page(64, 128)
+    assert len(first) < len(second)
+    assert model.new_cache([first, second]).length == 128
+    assert model.new_cache([first]).length == 0
+    keys, states = len(first), second[len(first) :]
+    for other in (
+        states[:-1],
+        tuple((seen, held[:, :1]) for seen, held in states),
+        tuple((seen[..., :-1], held) for seen, held in states),
+        tuple((seen, held.astype(np.float16)) for seen, held in states),
+    ):
+        assert model.new_cache([first, (*second[:keys], *other)]).length == 0

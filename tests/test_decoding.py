@@ -81,14 +81,16 @@ def latent(heads: int = HEADS) -> LatentAttention:
     )
 
 
-def recurrent(*, is_tiled: bool = False, kernel: int = 3) -> LinearAttention:
+def recurrent(
+    *, is_tiled: bool = False, is_joined: bool = False, kernel: int = 3
+) -> LinearAttention:
     """Return linear attention of 4 heads over 2, of states [9, 21]."""
     channels = 2 * 2 * 9 + HEADS * 21
     return LinearAttention(
-        mixed=linear(channels, HIDDEN),
-        gates=linear(HEADS * 21, HIDDEN),
-        decays=linear(HEADS, HIDDEN),
-        shares=linear(HEADS, HIDDEN),
+        mixed=linear(channels + is_joined * HEADS * 21, HIDDEN),
+        gates=None if is_joined else linear(HEADS * 21, HIDDEN),
+        decays=None if is_joined else linear(HEADS, HIDDEN),
+        shares=linear(HEADS * (1 + is_joined), HIDDEN),
         conv=drawn(kernel, channels) * 9,
         rates=-np.exp(drawn(HEADS)),
         steps=drawn(HEADS),
@@ -123,6 +125,7 @@ KINDS = {
     ),
     "linear": recurrent(),
     "linear tiled": recurrent(is_tiled=True, kernel=1),
+    "linear joined": recurrent(is_joined=True),
 }
 
 
@@ -189,15 +192,26 @@ class Oracle:
         """Return a layer's linear attention."""
         a, past = self.recipe.layers[number].attention, self.held[number]
         assert isinstance(a, LinearAttention)
-        past.append((times(a.mixed, x), x))
+        mixed, shares = times(a.mixed, x), times(a.shares, x)
+        if a.gates is None or a.decays is None:
+            # Key by key: its query, itself, values and their gates; shares, then decays.
+            each = a.num_heads // a.num_keys * a.value_width
+            ends = [a.width, 2 * a.width, 2 * a.width + each]
+            parts = np.split(mixed.reshape(a.num_keys, -1), ends, axis=1)
+            mixed = np.concatenate([part.reshape(-1) for part in parts[:3]])
+            gates = parts[3].reshape(-1)
+            shares, decays = shares.reshape(a.num_keys, 2, -1).swapaxes(0, 1).reshape(2, -1)
+        else:
+            gates, decays = times(a.gates, x), times(a.decays, x)
+        past.append((mixed, x))
         rows = [row for row, _ in past[-len(a.conv) :]]
         mixed = sum(row * weight for row, weight in zip(rows[::-1], a.conv[::-1], strict=False))
         mixed = mixed * sigmoid(mixed)
         q, k, v = np.split(mixed, [a.num_keys * a.width, 2 * a.num_keys * a.width])
         q, k = (part.reshape(a.num_keys, -1) for part in (q, k))
         q, k = (part / np.sqrt((part**2).sum(1, keepdims=True) + 1e-6) for part in (q, k))
-        decays = np.exp(a.rates * np.log1p(np.exp(times(a.decays, x) + a.steps)))
-        shares, out = sigmoid(times(a.shares, x)), []
+        decays = np.exp(a.rates * np.log1p(np.exp(decays + a.steps)))
+        shares, out = sigmoid(shares), []
         for head, value in enumerate(v.reshape(a.num_heads, -1)):
             key = head % a.num_keys if a.is_tiled else head // (a.num_heads // a.num_keys)
             state = self.states.get((number, head), np.zeros((a.width, a.value_width)))
@@ -205,7 +219,6 @@ class Oracle:
             state = state + np.outer(k[key], (value - k[key] @ state) * shares[head])
             self.states[number, head] = state
             out.append(normed(a.norm, q[key] @ state / math.sqrt(a.width)))
-        gates = times(a.gates, x)
         return times(a.out, np.concatenate(out) * gates * sigmoid(gates))
 
     def attention(self, number: int, x: np.ndarray, position: int) -> np.ndarray:

@@ -28,7 +28,7 @@ pytestmark = [
 NAMES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "deepseek_v2"),
     *("deepseek_v3", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "phimoe"),
-    *("qwen3_vl_moe", "hy_v3", "exaone_moe"),
+    *("qwen3_vl_moe", "hy_v3", "exaone_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl"),
 )
 NUM_TOKENS = 10
 

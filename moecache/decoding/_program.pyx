@@ -146,6 +146,7 @@ cdef struct Layer:
     bint is_tiled
     int64_t num_keys
     int64_t kernel
+    int64_t channels
     const float *conv
     const float *rates
     const float *steps
@@ -455,7 +456,7 @@ cdef class Program:
         return 0
 
     cdef int _bind_linear_attention(self, Layer *layer, a) except -1:
-        cdef int64_t hidden = self.hidden_size, channels
+        cdef int64_t hidden = self.hidden_size, channels, values
         layer.is_linear, layer.is_tiled = True, a.is_tiled
         layer.num_keys, layer.num_heads = a.num_keys, a.num_heads
         layer.width, layer.value_width = a.width, a.value_width
@@ -470,11 +471,16 @@ cdef class Program:
             raise ConfigError(
                 f"{a.num_heads} heads of {a.value_width} do not share {a.num_keys} of {a.width}"
             )
-        channels = 2 * layer.num_keys * layer.width + layer.num_heads * layer.value_width
-        self._bind_linear(&layer.query, a.mixed, hidden, channels)
+        values = layer.num_heads * layer.value_width
+        layer.channels = channels = 2 * layer.num_keys * layer.width + values
+        self._bind_linear(
+            &layer.query, a.mixed, hidden, channels + (values if a.gates is None else 0)
+        )
         self._bind_linear(&layer.key, a.decays, hidden, layer.num_heads)
-        self._bind_linear(&layer.value, a.shares, hidden, layer.num_heads)
-        self._bind_linear(&layer.gates, a.gates, hidden, layer.num_heads * layer.value_width)
+        self._bind_linear(
+            &layer.value, a.shares, hidden, layer.num_heads * (1 + (a.decays is None))
+        )
+        self._bind_linear(&layer.gates, a.gates, hidden, values)
         self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
         self._bind_norm(&layer.query_norm, a.norm, layer.value_width)
         if layer.query_norm.width != layer.value_width or layer.query_norm.bias != NULL:
@@ -554,6 +560,10 @@ cdef class Program:
             most = max(most, self._room(&layer.router))
             if layer.is_gated or layer.is_linear:
                 sizes[11] = max(sizes[11], layer.out.matrix.columns)
+            if layer.is_linear:
+                # Decays have no matrix of their own if it is the shares', too.
+                sizes[1] = max(sizes[1], layer.num_heads)
+                sizes[10] = max(sizes[10], layer.channels)
             if layer.is_latent:
                 sizes[10] = max(sizes[10], layer.num_heads * (layer.held + layer.value_held))
             if layer.has_experts:
@@ -1160,9 +1170,19 @@ cdef class Program:
         self._multiply(
             &layer.query, normed, hidden, num, self.queries, layer.query.matrix.rows
         )
-        self._multiply(&layer.gates, normed, hidden, num, self.gates, values, &layer.query)
-        self._multiply(&layer.key, normed, hidden, num, self.keys, each)
-        self._multiply(&layer.value, normed, hidden, num, self.values, each, &layer.key)
+        job.mixed = self.queries
+        if layer.gates.is_there:
+            self._multiply(&layer.gates, normed, hidden, num, self.gates, values, &layer.query)
+        else:
+            self._part_mixed(layer)
+            job.mixed = self.latents
+        self._multiply(
+            &layer.value, normed, hidden, num, self.values, layer.value.matrix.rows
+        )
+        if layer.key.is_there:
+            self._multiply(&layer.key, normed, hidden, num, self.keys, each, &layer.value)
+        else:
+            self._part_shares(layer)
         job.level = level_in_use()
         job.num_keys, job.num_heads = layer.num_keys, each
         job.width, job.value_width = layer.width, layer.value_width
@@ -1171,7 +1191,7 @@ cdef class Program:
         job.norm, job.norm_type = layer.query_norm.weight, layer.query_norm.type
         job.epsilon = layer.query_norm.epsilon
         job.stretches = self.stretches + self.at * self.max_rows
-        job.mixed, job.gates, job.out = self.queries, self.gates, self.mixed
+        job.gates, job.out = self.gates, self.mixed
         job.decays, job.shares = self.keys, self.values
         # A state is read twice for a row, and written.
         run_items(
@@ -1211,6 +1231,37 @@ cdef class Program:
         heads.content, heads.out_width = layer.width, layer.value_width
         heads.given, heads.queries = self.queries, self.latents
         self._run_heads(mc_latent_item, heads)
+
+    cdef void _part_mixed(self, const Layer *layer) noexcept nogil:
+        """Part what lies key by key: queries, keys and values, and the values' gates."""
+        cdef int64_t row, key, width = layer.width
+        cdef int64_t values = layer.num_heads // layer.num_keys * layer.value_width
+        cdef int64_t keys = layer.num_keys * width
+        cdef const float *both = self.queries
+        cdef float *to = self.latents
+        for row in range(self.num_rows):
+            for key in range(layer.num_keys):
+                memcpy(to + key * width, both, <size_t>width * sizeof(float))
+                both += width
+                memcpy(to + keys + key * width, both, <size_t>width * sizeof(float))
+                both += width
+                memcpy(to + 2 * keys + key * values, both, <size_t>values * sizeof(float))
+                both += values
+                memcpy(
+                    self.gates + (row * layer.num_keys + key) * values, both,
+                    <size_t>values * sizeof(float)
+                )
+                both += values
+            to += layer.channels
+
+    cdef void _part_shares(self, const Layer *layer) noexcept nogil:
+        """Part shares and decays, which lie one behind the other, key by key."""
+        cdef int64_t i, num = layer.num_heads // layer.num_keys
+        cdef const float *both = self.values
+        for i in range(self.num_rows * layer.num_keys):
+            memmove(self.values + i * num, both, <size_t>num * sizeof(float))
+            memcpy(self.keys + i * num, both + num, <size_t>num * sizeof(float))
+            both += 2 * num
 
     cdef void _turn(self, const Layer *layer, int64_t row, float *head) noexcept nogil:
         cdef int64_t half = layer.rotary_width // 2
@@ -1491,7 +1542,7 @@ cdef int _check_states(
     if (
         page.batch != batch or page.rows != layer.kernel - 1 or page.heads != layer.num_heads
         or not 0 <= page.num_saved <= (num if page.saved_states != NULL else 0)
-        or page.channels != layer.query.matrix.rows
+        or page.channels != layer.channels
         or page.width != layer.width or page.value_width != layer.value_width
     ):
         raise ConfigError(

@@ -196,7 +196,7 @@ FAMILIES = {
 
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
-_MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama"}
+_MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext"}
 _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
 # Their checkpoints have matrices as [in, out].
 _WITHOUT_KERNELS_TRANSPOSED = {"llama4", "llama4text"}

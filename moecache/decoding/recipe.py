@@ -121,10 +121,13 @@ class LinearAttention:
     Parameters
     ----------
     mixed : Linear [2 * num_keys * width + num_heads * value_width, hidden_size]
-        Queries, keys and values before the convolution.
-    gates : Linear [num_heads * value_width, hidden_size]
+        Queries, keys and values before the convolution. Without `gates` it has these, too: for each
+        key its query, itself, its heads' values and their gates.
+    gates : Linear [num_heads * value_width, hidden_size], optional
         Their silu multiplies the norm of what heads give.
-    decays, shares : Linear [num_heads, hidden_size]
+    decays : Linear [num_heads, hidden_size], optional
+        Without it `shares` has them, too: for each key its heads' shares, then their decays.
+    shares : Linear [num_heads, hidden_size]
     conv : ndarray of float32, shape [kernel, channels]
         Weights of the last tokens' rows, the oldest first; its silu goes on.
     rates, steps : ndarray of float32, shape [num_heads]
@@ -140,8 +143,8 @@ class LinearAttention:
     """
 
     mixed: Linear
-    gates: Linear
-    decays: Linear
+    gates: Linear | None
+    decays: Linear | None
     shares: Linear
     conv: np.ndarray
     rates: np.ndarray

@@ -155,8 +155,11 @@ def _linear_attention(facts: Facts, at: str, found: Shapes) -> Wanted:
     if max(sizes.width, sizes.value_width) > MOST_HEAD or sizes.kernel > MOST_KERNEL:
         raise NoTextModelError(f"linear attention of {sizes} runs with torch")
     heads = sizes.num_heads
-    yield f"{at}.attn_qkv.weight", (sizes.channels, hidden)
-    yield f"{at}.attn_gate.weight", (sizes.values, hidden)
+    if f"{at}.ssm_in.weight" in found:
+        yield f"{at}.ssm_in.weight", (sizes.channels + sizes.values, hidden)
+    else:
+        yield f"{at}.attn_qkv.weight", (sizes.channels, hidden)
+        yield f"{at}.attn_gate.weight", (sizes.values, hidden)
     if f"{at}.ssm_ba.weight" in found:
         yield f"{at}.ssm_ba.weight", (2 * heads, hidden)
     else:

@@ -228,19 +228,18 @@ class FileModel:
         facts = self.facts
         assert facts.linear is not None
         num_keys, num_heads, width, value_width, _ = facts.linear
+        # Matrices of two may be one.
+        mixed, gates = ("attn_qkv", "attn_gate")
+        if f"{at}.ssm_in.weight" in trunk:
+            mixed, gates = ("ssm_in", "")
+        shares, decays = ("ssm_beta", "ssm_alpha")
         if f"{at}.ssm_ba.weight" in trunk:
-            # For each key the shares of its heads, then their decays.
-            both = np.arange(2 * num_heads).reshape(num_keys, 2, -1)
-            shares, decays = (
-                trunk.rows(f"{at}.ssm_ba.weight", both[:, part].reshape(-1)) for part in (0, 1)
-            )
-        else:
-            shares, decays = (trunk.linear(f"{at}.ssm_{part}") for part in ("beta", "alpha"))
+            shares, decays = ("ssm_ba", "")
         return LinearAttention(
-            trunk.linear(f"{at}.attn_qkv"),
-            trunk.linear(f"{at}.attn_gate"),
-            decays,
-            shares,
+            trunk.linear(f"{at}.{mixed}"),
+            trunk.linear(f"{at}.{gates}") if gates else None,
+            trunk.linear(f"{at}.{decays}") if decays else None,
+            trunk.linear(f"{at}.{shares}"),
             trunk.transposed(f"{at}.ssm_conv1d.weight"),
             trunk.numbers(f"{at}.ssm_a"),
             trunk.numbers(f"{at}.ssm_dt.bias"),

@@ -22,7 +22,7 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Tensors that expand latents; older files have one of both.
 _EXPANDING = re.compile(r"(blk\.\d+)\.attn_(?:k|v|kv)_b\.weight")
 # What is numbers even if it is stored quantized: few, or not multiplied by kernels of matrices.
-_NUMBERS = re.compile(r"blk\.\d+\.(?:attn_kv_b|ssm_ba|ssm_conv1d)\.weight")
+_NUMBERS = re.compile(r"blk\.\d+\.(?:attn_kv_b|ssm_conv1d)\.weight")
 # Types whose values bfloat16 would not hold.
 _WIDE = ("F32", "F16")
 
@@ -102,12 +102,6 @@ class Trunk:
         """Return the numbers of a tensor of one dimension, float32."""
         found: np.ndarray = self._found[name].result()[0]
         return found
-
-    def rows(self, name: str, order: np.ndarray) -> Linear:
-        """Return a product with some rows of a tensor that is made numbers."""
-        found = np.ascontiguousarray(self.numbers(name)[order], np.float32)
-        num, columns = found.shape
-        return Linear(Matrix(found.ctypes.data, "f32", num, columns, None, found))
 
     def transposed(self, name: str) -> np.ndarray:
         """Return a tensor of two dimensions that is made numbers, float32 [columns, rows]."""

@@ -1,12 +1,16 @@
-"""Keys and values of the layers of transformers' cache, with room for more tokens."""
+"""What layers of transformers' cache hold, as a decode step writes it: keys, values, states."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
-from moecache.decoding._held import KeyValues
+from moecache.decoding._held import KeyValues, States
 
 # Positions that are allocated at once, at least; an eighth of those that are there beyond them.
 _PAGE = 256
@@ -231,6 +235,74 @@ def _key_values(keys: torch.Tensor, values: torch.Tensor, dropped: int) -> KeyVa
     )
 
 
+class StatesLayer(LinearAttentionLayer):
+    """transformers' LinearAttentionLayer, whose states a step writes beside those that it reads.
+
+    So a step that fails leaves them as they were. All else is transformers' own.
+    """
+
+    # What the next step writes to.
+    _spare: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that a convolution sees [batch, channels, rows], and the heads' states."""
+        found: Any = self.conv_states[0], self.recurrent_states[0]
+        return found[0], found[1]
+
+    def is_usable(self) -> bool:
+        """Return whether a step can write what is held."""
+        if self.number_of_states != 1 or self.record_past or not self.has_previous_state[0]:
+            return False
+        return all(
+            isinstance(held, torch.Tensor)
+            and held.dtype in dtypes
+            and held.device.type == "cpu"
+            and held.is_contiguous()
+            and not held.requires_grad
+            and held.dim() == num
+            for held, dtypes, num in zip(self.held, (TYPES, (torch.float32,)), (3, 4), strict=True)
+        )
+
+    def reserve(self, _: int) -> None:
+        """Have tensors to write to."""
+        spare = self._spare
+        if spare is None or any(
+            one.shape != held.shape or one.dtype != held.dtype or not _can_change(one)
+            for one, held in zip(spare, self.held, strict=True)
+        ):
+            # A change by a module in a mode of its own is not one more that is refused.
+            with torch.inference_mode(self.held[0].is_inference()):
+                seen, states = (torch.zeros_like(held) for held in self.held)
+            self._spare = seen, states
+
+    def grow(self, _: int) -> None:
+        """Take in what a step has written."""
+        assert self._spare is not None
+        held, spare = self.held, self._spare
+        (self.conv_states[0], self.recurrent_states[0]), self._spare = spare, held
+
+    def key_values(self) -> States:
+        """Return what a program writes to and reads."""
+        (seen, states), spare = self.held, self._spare
+        assert spare is not None
+        (batch, channels, rows), size = seen.shape, seen.itemsize
+        # The first is seen by no later row.
+        return States(
+            seen.data_ptr() + size,
+            spare[0].data_ptr() + size,
+            0,
+            TYPES[seen.dtype],
+            (batch, rows - 1, channels),
+            (size * channels * rows, size, size * rows),
+            states.data_ptr(),
+            spare[1].data_ptr(),
+            0,
+            tuple(states.shape[1:]),
+            (seen, states, spare),
+        )
+
+
 _OURS: dict[type[Any], type[Any]] = {
     DynamicLayer: GrowingLayer,
     DynamicSlidingWindowLayer: SlidingLayer,
@@ -239,6 +311,9 @@ _OURS: dict[type[Any], type[Any]] = {
 
 def adopt(layer: Any) -> None:
     """Make one of our layers of transformers' own, in place."""
+    if type(layer) is LinearAttentionLayer:
+        layer.__class__ = StatesLayer
+        return
     ours: Any = _OURS.get(type(layer))
     if ours is None or not layer.is_initialized:
         return

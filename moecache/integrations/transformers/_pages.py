@@ -13,6 +13,7 @@ from moecache.integrations.transformers._cache_layers import (
     TYPES,
     GrowingLayer,
     SlidingLayer,
+    StatesLayer,
     adopt,
 )
 
@@ -65,8 +66,7 @@ class Pages:
 
     def grow(self, cache: Cache, num_tokens: int) -> None:
         """Take in tokens that were written to a cache."""
-        for layer in self._last[id(cache)].layers:
-            layer.grow(num_tokens)
+        self._last[id(cache)].grow(num_tokens)
 
 
 def _forget(kept: "dict[int, _Last]", number: int, gone: object) -> None:
@@ -79,11 +79,15 @@ class _Last:
     """The layers of a cache, and their tensors as they were left."""
 
     def __init__(
-        self, cache: "weakref.ref[Cache]", layers: list[GrowingLayer | SlidingLayer]
+        self, cache: "weakref.ref[Cache]", layers: list[GrowingLayer | SlidingLayer | StatesLayer]
     ) -> None:
         self.cache, self.layers = cache, layers
         self.found: list[KeyValues | States] = [layer.key_values() for layer in layers]
-        held: Any = layers[0].keys if layers else None
+        self._states = [
+            (place, layer) for place, layer in enumerate(layers) if isinstance(layer, StatesLayer)
+        ]
+        self._left = [layer.held for _, layer in self._states]
+        held: Any = next((one.keys for one in layers if not isinstance(one, StatesLayer)), None)
         # Batch and dtype, the same for all layers of a model.
         self.kind = (0, None) if held is None else (held.shape[0], held.dtype)
         self._growing = [layer for layer in layers if isinstance(layer, GrowingLayer)]
@@ -105,6 +109,21 @@ class _Last:
             and all(map(is_, map(_VALUES, layers), self._held[1::2]))
             and {length} >= {*map(_NUM_KEYS, layers), *map(_NUM_VALUES, layers)}
             and (not self._sliding or self._is_current_window(length, num_tokens))
+            and (not self._states or self._are_current_states())
+        )
+
+    def grow(self, num_tokens: int) -> None:
+        """Take in tokens that were written."""
+        for layer in self.layers:
+            layer.grow(num_tokens)
+        for place, layer in self._states:
+            self.found[place] = layer.key_values()
+        self._left = [layer.held for _, layer in self._states]
+
+    def _are_current_states(self) -> bool:
+        return all(
+            layer.is_usable() and all(map(is_, layer.held, left))
+            for (_, layer), left in zip(self._states, self._left, strict=True)
         )
 
     def _is_current_window(self, length: int, num_tokens: int) -> bool:
@@ -118,13 +137,19 @@ class _Last:
         )
 
 
-def _layers_of(cache: Cache, length: int) -> "list[GrowingLayer | SlidingLayer] | None":
+def _layers_of(
+    cache: Cache, length: int
+) -> "list[GrowingLayer | SlidingLayer | StatesLayer] | None":
     """Return layers that can be written to, `None` if not all of them can."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return None
     layers: list[Any] = cache.layers
     for layer in layers:
         adopt(layer)
+        if type(layer) is StatesLayer:
+            if not layer.is_usable():
+                return None
+            continue
         if type(layer) not in (GrowingLayer, SlidingLayer) or not layer.is_initialized:
             return None
         keys, values = layer.keys, layer.values

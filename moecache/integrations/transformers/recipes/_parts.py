@@ -161,17 +161,19 @@ class Weights:
         rows, columns = weight.shape
         return Matrix(weight.data_ptr(), TYPES[weight.dtype], rows, columns, None, weight)
 
-    def norm(self, module: Any, width: int = 0) -> Norm:
-        """Return a root mean square norm, or a layer norm."""
+    def norm(self, module: Any, width: int = 0, *, adds_one: bool = False) -> Norm:
+        """Return a root mean square norm, or a layer norm; some add 1 to their weights."""
         self.uses(module)
         kind = type(module).__name__
         epsilon = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
         if kind == "Llama4TextL2Norm":  # as wide as what it is given, without weights
             return Norm(np.ones(width, np.float32), self.number(module, epsilon))
-        weight = self.values(module, "weight")
+        weight = self.floats(module, "weight") + 1 if adds_one else self.values(module, "weight")
+        if adds_one:
+            self.watched(module, "weight")
         if type(module) is nn.LayerNorm and module.bias is not None:
             return Norm(weight, self.number(module, "eps"), self.values(module, "bias"))
-        if not kind.endswith("RMSNorm"):
+        if not kind.endswith(("RMSNorm", "RMSNormGated")):
             raise NoRecipeError(f"{kind} is no root mean square norm")
         return Norm(weight, self.number(module, epsilon))
 

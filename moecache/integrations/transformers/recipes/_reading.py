@@ -1,6 +1,6 @@
 """Reading a model's recipe from its modules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,7 @@ from moecache.decoding.recipe import (
     LatentAttention,
     Layer,
     Linear,
+    LinearAttention,
     Recipe,
     Rotation,
     Router,
@@ -34,7 +35,10 @@ _CHUNKED = "chunked_attention"
 # Settings that say what positions a layer sees.
 _SEEN = ("layer_types", "sliding_window", "attention_chunk_size")
 # Of every layer.
-_PARTS = ("self_attn", "input_layernorm", "post_attention_layernorm")
+_PARTS = ("input_layernorm", "post_attention_layernorm")
+# Where layers have linear attention, and how its classes are called beside those of attention.
+_LINEARS = sorted({family.linear for family in FAMILIES.values() if family.linear})
+_LINEAR = ("Attention", "GatedDeltaNet")
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
@@ -123,13 +127,13 @@ def read_recipe(
         if hasattr(config, name):
             weights.number(config, name)
     for index, layer in enumerate(inner.layers):
-        if weights.number(layer.self_attn, "layer_idx") != index:
+        if weights.number(_attending(layer), "layer_idx") != index:
             raise NoRecipeError("its layers stand in another order than in its cache")
     layers = tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers))
     recipe = Recipe(
         config.hidden_size,
         layers,
-        weights.norm(inner.norm),
+        weights.norm(inner.norm, adds_one=family.adds_one),
         weights.linear(model, "lm_head"),
         float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
         float(weights.number(config, family.logits)) if family.logits else 1.0,
@@ -138,12 +142,27 @@ def read_recipe(
     return Reading(recipe, weights, embed, inner.rotary_emb, reader.rotary_width)
 
 
+def _attending(layer: Any) -> Any:
+    """Return a layer's attention, of either kind.
+
+    Raises
+    ------
+    UnknownFamilyError
+        If it has none.
+    """
+    found = next((name for name in ("self_attn", *_LINEARS) if hasattr(layer, name)), None)
+    if found is not None:
+        return getattr(layer, found)
+    raise UnknownFamilyError(f"{type(layer).__name__} has no self_attn")
+
+
 def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:
-    attention = layer.self_attn
+    attention = _attending(layer)
     place = type(attention).__module__.split(".")
     kind = type(attention).__name__
     for (name, attending, routing), family in FAMILIES.items():
-        if place[:3] != ["transformers", "models", name] or kind != attending:
+        is_linear = family.linear is not None and kind == attending.replace(*_LINEAR)
+        if place[:3] != ["transformers", "models", name] or not (is_linear or kind == attending):
             continue
         block = getattr(layer, family.block, None)
         has_experts = id(getattr(block, "experts", None)) in kernels
@@ -184,14 +203,17 @@ class _Reader:
     def layer(self, index: int, layer: Any) -> Layer:
         """Return the recipe of a decoder layer."""
         weights, family = self._weights, self._family
-        attention, block = layer.self_attn, getattr(layer, family.block)
+        attention, block = _attending(layer), getattr(layer, family.block)
         for module in (layer, attention):
             weights.uses(module)
+        read: Callable[[int, Any], Attention | LatentAttention | LinearAttention]
         read = self._latents if family.is_latent else self._attention
+        if family.linear is not None and hasattr(layer, family.linear):
+            read = self._linear
         made = Layer(
-            weights.norm(layer.input_layernorm),
+            weights.norm(layer.input_layernorm, adds_one=family.adds_one),
             read(index, attention),
-            weights.norm(layer.post_attention_layernorm),
+            weights.norm(layer.post_attention_layernorm, adds_one=family.adds_one),
             scale=float(weights.number(layer, family.residual)) if family.residual else 1.0,
         )
         kernel = self._kernels.get(id(getattr(block, "experts", None)))
@@ -216,7 +238,7 @@ class _Reader:
     def _attention(self, index: int, module: Any) -> Attention:
         weights, family, config = self._weights, self._family, module.config
         norms = [
-            weights.norm(getattr(module, name), module.head_dim)
+            weights.norm(getattr(module, name), module.head_dim, adds_one=family.adds_one)
             if isinstance(getattr(module, name, None), nn.Module)
             else None
             for name in family.norms
@@ -242,6 +264,39 @@ class _Reader:
             window=_window(config, index),
             is_chunked=_kind(config, index) == _CHUNKED,
             temperature=self._temperature(module),
+            is_gated=family.is_gated,
+        )
+
+    def _linear(self, _: int, module: Any) -> LinearAttention:
+        weights = self._weights
+        weights.uses(module.conv1d)
+        if module.conv1d.bias is not None or module.activation != "silu":
+            raise UnknownFamilyError("its convolution has a bias, or another activation")
+        weights.watched(module.conv1d, "weight")
+        conv = weights.floats(module.conv1d, "weight")[:, 0].T
+        for name in ("A_log", "dt_bias"):
+            weights.watched(module, name)
+        is_grouped = hasattr(module, "in_proj_qkvz")
+        names = ("in_proj_qkvz", "in_proj_ba") if is_grouped else ("in_proj_qkv", "in_proj_b")
+        mixed, shares = (weights.linear(module, name) for name in names)
+        gates, decays = (
+            None if is_grouped else weights.linear(module, name)
+            for name in ("in_proj_z", "in_proj_a")
+        )
+        return LinearAttention(
+            mixed,
+            gates,
+            decays,
+            shares,
+            np.ascontiguousarray(conv),
+            -module.A_log.detach().float().exp().numpy(),
+            weights.floats(module, "dt_bias"),
+            weights.norm(module.norm),
+            weights.linear(module, "out_proj"),
+            num_keys=module.num_k_heads,
+            num_heads=module.num_v_heads,
+            width=module.head_k_dim,
+            value_width=module.head_v_dim,
         )
 
     def _temperature(self, module: Any) -> tuple[float, float] | None:

@@ -19,10 +19,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
+GEMMA = "gemma4 keys as values"
 FAMILIES = [
     *("olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "gpt-oss", "gpt-oss yarn"),
     *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
     *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
+    GEMMA,
 ]
 # With a length of training, so that pairs are kept, changed in part and changed.
 YARN = {
@@ -153,6 +155,7 @@ def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
         ("glm4moe", QUANTIZED, False),
         ("qwen3next", {"_exps": "Q4_0", "ssm_ba": "Q8_0", "attn_": "Q8_0", "_out": "Q8_0"}, False),
         ("qwen35moe", {"_exps": "Q4_0", "_alpha": "Q8_0", "attn_": "Q8_0", "": "BF16"}, True),
+        (GEMMA, {"_exps.weight": "Q4_0", "attn_": "Q8_0", "ffn_down.": "Q8_0", "": "BF16"}, False),
     ],
     ids=str,
 )
@@ -161,7 +164,7 @@ def test_quantized_weights_are_those_of_the_file(
 ) -> None:
     """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
     settings = {"hidden_size": 64, "intermediate_size": 32, "tie_word_embeddings": is_tied}
-    if name.startswith(("deepseek2", "glm4moe", "qwen3")):
+    if name.startswith(("deepseek2", "gemma4", "glm4moe", "qwen3")):
         settings |= {"moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 32}
     _, metadata, tensors = parts_of(name, **settings)
     path = tmp_path / "model.gguf"
@@ -173,10 +176,10 @@ def test_quantized_weights_are_those_of_the_file(
         assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe"])
+@pytest.mark.parametrize("name", ["gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe", GEMMA])
 def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:
     """Nor on what is foreseen; a window is passed on the way."""
-    own = {"moe_intermediate_size": 32} if name in {"deepseek2 v3", "qwen35moe"} else {}
+    own = {"moe_intermediate_size": 32} if name in {"deepseek2 v3", "qwen35moe", GEMMA} else {}
     _, metadata, tensors = parts_of(name, hidden_size=64, intermediate_size=32, **own)
     write_gguf(tmp_path / "model.gguf", metadata, tensors, {"_exps.weight": "Q4_0"})
     found = []

@@ -333,6 +333,18 @@ def test_ids_beyond_a_quantized_embedding_are_errors_as_torch_has_them(tmp_path:
         assert model(input_ids=torch.tensor([[3]], dtype=torch.int32)).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4 keys as values", "qwen3moe"])
+def test_a_padding_token_is_no_row_to_be_initialized(name: str, tmp_path: Path) -> None:
+    """Of an embedding that is read later, which a class of its own does not say."""
+    model = MODELS[name].build()
+    metadata = MODELS[name].metadata(model.config) | {"tokenizer.ggml.padding_token_id": 0}
+    write_gguf(tmp_path / "model.gguf", metadata, MODELS[name].tensors(model))
+    found = load(tmp_path / "model.gguf")
+    with found.moecache:
+        assert found.config.pad_token_id == 0
+        assert torch.equal(found.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
 def test_the_command_line_continues_a_text_with_the_files_own_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,6 +116,17 @@ cdef struct Layer:
     Norm forward_norm
     Norm query_norm
     Norm key_norm
+    Norm value_norm
+    # Of what is added to hidden states; of a feed-forward beside the experts, whose norm is
+    # `forward_norm` then.
+    Norm attention_out
+    Norm forward_out
+    bint is_beside
+    Norm router_norm
+    Norm experts_norm
+    Norm beside_out
+    Norm experts_out
+    float factor
     Linear query
     Linear key
     Linear value
@@ -124,6 +135,7 @@ cdef struct Layer:
     int64_t width
     int64_t value_width
     int64_t rotary_width
+    int64_t first_angle
     int64_t window
     int pairs
     float scale
@@ -214,6 +226,8 @@ cdef class Program:
     cdef Norm norm
     cdef Linear head
     cdef float embedding_scale, logits_scale
+    # Angles of a position, of all layers.
+    cdef int64_t num_angles
     cdef ExpertCache cache
     cdef object recipe
     cdef list owners
@@ -238,6 +252,7 @@ cdef class Program:
     cdef float *weights
     cdef float *latents
     cdef float *gates
+    cdef float *beside
     cdef float *scores
     cdef int64_t num_scores
     cdef uint8_t *converted
@@ -370,7 +385,10 @@ cdef class Program:
         a, forward, router = given.attention, given.forward, given.router
         self._bind_norm(&layer.attention_norm, given.attention_norm, hidden)
         self._bind_norm(&layer.forward_norm, given.forward_norm, hidden)
-        layer.residual = given.scale
+        layer.residual, layer.factor = given.scale, given.factor
+        self._bind_norm(&layer.attention_out, given.attention_out, hidden)
+        self._bind_norm(&layer.forward_out, given.forward_out, hidden)
+        self._bind_beside(layer, given)
         if isinstance(a, LatentAttention):
             self._bind_latents(layer, a)
         elif isinstance(a, LinearAttention):
@@ -418,6 +436,25 @@ cdef class Program:
         ):
             raise ConfigError(f"the router of layer {given.number} does not fit its experts")
         layer.choice.correction = self._floats(router.correction, layer.choice.num_experts)
+        layer.choice.expert_scales = self._floats(
+            router.expert_scales, layer.choice.num_experts
+        )
+        return 0
+
+    cdef int _bind_beside(self, Layer *layer, given) except -1:
+        cdef int64_t hidden = self.hidden_size
+        beside = given.beside
+        layer.is_beside = beside is not None
+        if beside is None:
+            if given.forward_out is not None and given.router is not None:
+                raise ConfigError("experts' sum has a norm beside a feed-forward alone")
+            return 0
+        if given.forward is None or given.router is None or given.router.scales_input:
+            raise ConfigError("a feed-forward and experts are beside one another, or neither is")
+        self._bind_norm(&layer.router_norm, beside.router, hidden)
+        self._bind_norm(&layer.experts_norm, beside.experts, hidden)
+        self._bind_norm(&layer.beside_out, beside.forward_out, hidden)
+        self._bind_norm(&layer.experts_out, beside.experts_out, hidden)
         return 0
 
     cdef const float *_floats(self, given, int64_t num) except? NULL:
@@ -452,6 +489,9 @@ cdef class Program:
         self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
         self._bind_norm(&layer.query_norm, a.query_norm, layer.num_heads * layer.width)
         self._bind_norm(&layer.key_norm, a.key_norm, layer.num_kv_heads * layer.width)
+        self._bind_norm(&layer.value_norm, a.value_norm, layer.num_kv_heads * layer.value_width)
+        if a.value is None and layer.value_width != layer.width:
+            raise ConfigError(f"keys of {a.width} numbers are no values of {a.value_width}")
         layer.sinks = self._floats(a.sinks, layer.num_heads)
         return 0
 
@@ -492,7 +532,13 @@ cdef class Program:
 
     cdef int _bind_rotation(self, Layer *layer, a, int64_t most) except -1:
         layer.scale, layer.pairs = a.scale, _PAIRS[a.rotation.pairs]
-        layer.rotary_width = a.rotation.width
+        layer.rotary_width, layer.first_angle = a.rotation.width, a.rotation.first
+        if layer.first_angle < 0:
+            raise ConfigError(f"no angle is number {layer.first_angle}")
+        if layer.rotary_width:
+            self.num_angles = max(
+                self.num_angles, layer.first_angle + layer.rotary_width // 2
+            )
         if not 0 <= layer.rotary_width <= min(most, 512) or layer.rotary_width % 2:
             raise ConfigError(f"{layer.rotary_width} of {most} numbers cannot be turned")
         return 0
@@ -536,22 +582,27 @@ cdef class Program:
 
     cdef int _reserve(self) except -1:
         """Allocate what all rows need."""
-        cdef int64_t i, sizes[12], total = 0, most = 0, expert_row = 0
+        cdef int64_t i, sizes[13], total = 0, most = 0, expert_row = 0
         cdef int64_t num = self.max_rows * self.top_k
         cdef int part
         cdef float *base
-        cdef float **parts[12]
+        cdef float **parts[13]
         cdef Layer *layer
         parts[0], parts[1], parts[2] = &self.queries, &self.keys, &self.values
         parts[3], parts[4], parts[5] = &self.mixed, &self.wide, &self.second
         parts[6], parts[7], parts[8] = &self.added, &self.logits, &self.scratch
         parts[9], parts[10], parts[11] = &self.weights, &self.latents, &self.gates
+        parts[12] = &self.beside
         memset(sizes, 0, sizeof(sizes))
         for i in range(self.num_layers):
             layer = &self.layers[i]
             sizes[0] = max(sizes[0], layer.query.matrix.rows)
             sizes[1] = max(sizes[1], layer.key.matrix.rows)
             sizes[2] = max(sizes[2], layer.value.matrix.rows)
+            if not layer.value.is_there:
+                sizes[2] = max(sizes[2], layer.key.matrix.rows)
+            if layer.is_beside:
+                sizes[12] = self.hidden_size
             sizes[3] = max(sizes[3], layer.out.matrix.columns)
             sizes[4] = max(sizes[4], layer.gate.matrix.rows, layer.low.matrix.rows)
             sizes[7] = max(sizes[7], layer.choice.num_experts)
@@ -586,7 +637,7 @@ cdef class Program:
         sizes[6] = self.hidden_size
         sizes[8] = sizes[7]
         sizes[9] = self.top_k
-        for i in range(12):
+        for i in range(13):
             sizes[i] = (sizes[i] + 15) & ~15
             total += sizes[i] * self.max_rows
         self.converted_bytes = (most + 63) & ~63
@@ -600,7 +651,7 @@ cdef class Program:
             total * 4 + 2 * self.max_rows * self.converted_bytes + num * expert_row + 64, np.uint8
         )
         base = <float *>((<uintptr_t>cnp.PyArray_DATA(self._work) + 63) & ~<uintptr_t>63)
-        for i in range(12):
+        for i in range(13):
             parts[i][0] = base
             base += sizes[i] * self.max_rows
         self.converted = <uint8_t *>base
@@ -748,12 +799,12 @@ cdef class Program:
             longest = max(longest, (<const int64_t *>cnp.PyArray_DATA(lengths))[i])
             for j in range(i):
                 _check_apart(caches[j], caches[i])
+        if self.num_angles and (
+            cos.size != num * self.num_angles or sin.size != cos.size
+        ):
+            raise ConfigError(f"{cos.size} angles are not {num} x {self.num_angles}")
         for i in range(self.num_layers):
             layer = &self.layers[i]
-            if layer.rotary_width and (
-                2 * cos.size != num * layer.rotary_width or sin.size != cos.size
-            ):
-                raise ConfigError(f"{cos.size} angles are not {num} x {layer.rotary_width} / 2")
             if layer.is_linear:
                 continue
             j = layer.num_kv_heads * _parts(layer)
@@ -957,10 +1008,15 @@ cdef class Program:
         cdef int32_t ids[ROWS * 512]
         cdef float weights[512]
         cdef float *row
-        self._multiply(
-            &layer.router, <const float *>cnp.PyArray_DATA(self.normed), self.hidden_size, num,
-            self.logits, e
-        )
+        cdef const float *given = <const float *>cnp.PyArray_DATA(self.normed)
+        cdef const float *x = <const float *>cnp.PyArray_DATA(self.hidden)
+        cdef int64_t hidden = self.hidden_size
+        if layer.is_beside:
+            # What has a norm of its own is not what experts are given.
+            for i in range(num):
+                _norm(&layer.router_norm, x + i * hidden, self.added + i * hidden)
+            given = self.added
+        self._multiply(&layer.router, given, hidden, num, self.logits, e)
         for i in range(num):
             row = self.logits + i * e
             for j in range(e):
@@ -1016,6 +1072,9 @@ cdef class Program:
         self.abandon()
         if self.logits_scale != 1:
             out /= np.float32(self.logits_scale)
+        if self.recipe.cap:
+            cap = np.float32(self.recipe.cap)
+            np.multiply(np.tanh(np.divide(out, cap, out=out), out=out), cap, out=out)
         return out
 
     cdef void _multiply(
@@ -1107,6 +1166,7 @@ cdef class Program:
         self._multiply(
             &layer.out, self.mixed, layer.num_heads * layer.value_width, num, self.added, hidden
         )
+        self._norms(&layer.attention_out, self.added, num, hidden)
         mc_add(x, self.added, num * hidden, layer.residual)
 
     cdef void _grouped(self, const Layer *layer, mc_heads *heads) noexcept nogil:
@@ -1122,7 +1182,11 @@ cdef class Program:
         if layer.is_gated:
             self._take_gates(layer)
         self._multiply(&layer.key, normed, hidden, num, self.keys, wide, &layer.query)
-        self._multiply(&layer.value, normed, hidden, num, self.values, value_wide, &layer.key)
+        if layer.value.is_there:
+            self._multiply(&layer.value, normed, hidden, num, self.values, value_wide, &layer.key)
+        else:
+            memcpy(self.values, self.keys, <size_t>(num * value_wide) * sizeof(float))
+        self._norms(&layer.value_norm, self.values, num, value_wide)
         if not layer.has_late_norms:
             self._norms(&layer.query_norm, self.queries, num, queries)
             self._norms(&layer.key_norm, self.keys, num, wide)
@@ -1264,10 +1328,8 @@ cdef class Program:
             both += 2 * num
 
     cdef void _turn(self, const Layer *layer, int64_t row, float *head) noexcept nogil:
-        cdef int64_t half = layer.rotary_width // 2
-        mc_turn(
-            head, self.cos + row * half, self.sin + row * half, layer.rotary_width, layer.pairs
-        )
+        cdef int64_t at = row * self.num_angles + layer.first_angle
+        mc_turn(head, self.cos + at, self.sin + at, layer.rotary_width, layer.pairs)
 
     cdef void _hold(
         self, const mc_heads *heads, int64_t row, int64_t head, const float *key,
@@ -1318,10 +1380,18 @@ cdef class Program:
             _norm(&layer.forward_norm, x + i * hidden, normed + i * hidden)
         if not layer.has_experts:
             return
+        if layer.is_beside:
+            self._forward(layer, self.beside)
+            self._norms(&layer.beside_out, self.beside, num, hidden)
+            for i in range(num):
+                _norm(&layer.router_norm, x + i * hidden, normed + i * hidden)
         self._multiply(&layer.router, normed, hidden, num, self.logits, experts)
         for i in range(num):
             mc_route(&layer.choice, self.logits + i * experts, self.scratch,
                      ids + i * self.top_k, self.weights + i * self.top_k)
+        if layer.is_beside:
+            for i in range(num):
+                _norm(&layer.experts_norm, x + i * hidden, normed + i * hidden)
         if layer.scales_input:
             # First, as it takes the input without the score.
             self._add_shared(layer)
@@ -1509,25 +1579,39 @@ cdef class Program:
             job.out.data, job.out.type = <uint8_t *>self.added, MC_X_F32
             job.out.row_bytes = hidden * 4
             run_sum(&job)
+            if layer.is_beside:
+                self._norms(&layer.experts_out, self.added, num, hidden)
+                mc_add(self.added, self.beside, num * hidden, 1.0)
+                self._norms(&layer.forward_out, self.added, num, hidden)
             mc_add(x, self.added, num * hidden, layer.residual)
-        if not layer.scales_input:
+        if not layer.scales_input and not layer.is_beside:
             self._add_shared(layer)
+        if layer.factor != 1:
+            _scale(x, num * hidden, layer.factor)
 
-    cdef void _add_shared(self, const Layer *layer) noexcept nogil:
-        """Add the feed-forward of all tokens to `hidden`, if there is one."""
-        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i, width
-        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
+    cdef void _forward(self, const Layer *layer, float *out) noexcept nogil:
+        """Write the feed-forward of all tokens."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows
+        cdef int64_t width = layer.gate.matrix.rows
         cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
-        cdef float weight
-        if not layer.gate.is_there:
-            return
-        width = layer.gate.matrix.rows
         self._multiply(&layer.gate, normed, hidden, num, self.wide, width)
         self._multiply(&layer.up, normed, hidden, num, self.second, width, &layer.gate)
         level_in_use().activate(
             self.wide, self.second, (num * width + 15) & ~15, &layer.activation
         )
-        self._multiply(&layer.down, self.wide, width, num, self.added, hidden)
+        self._multiply(&layer.down, self.wide, width, num, out, hidden)
+
+    cdef void _add_shared(self, const Layer *layer) noexcept nogil:
+        """Add the feed-forward of all tokens to `hidden`, if there is one."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i
+        cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
+        cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
+        cdef float weight
+        if not layer.gate.is_there:
+            return
+        self._forward(layer, self.added)
+        if not layer.has_experts:
+            self._norms(&layer.forward_out, self.added, num, hidden)
         for i in range(num):
             weight = 1.0
             if layer.weight.is_there:

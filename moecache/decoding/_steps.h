@@ -263,6 +263,7 @@ typedef struct {
     int kind, is_normalized;
     float least, floor, scale; /* added to the sum of weights; its least; multiplies the weights */
     float jitter;
+    const float *expert_scales; /* multiply an expert's weight, or NULL */
     const float *correction; /* added to scores for the choice alone, or NULL */
 } mc_router;
 
@@ -375,6 +376,8 @@ static void mc_route(
             weights[k] = 1.0f / (1.0f + expf(-weights[k]));
     for (int64_t k = 0; k < r->top_k; k++)
         weights[k] = (r->is_normalized ? weights[k] / sum : weights[k]) * r->scale;
+    for (int64_t k = 0; r->expert_scales && k < r->top_k; k++)
+        weights[k] *= r->expert_scales[ids[k]];
 }
 
 #endif

@@ -64,6 +64,7 @@ cdef extern from "_steps.h" nogil:
         float floor
         float scale
         float jitter
+        const float *expert_scales
         const float *correction
 
     void mc_norm(

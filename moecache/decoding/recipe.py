@@ -49,10 +49,13 @@ class Rotation:
     pairs : {"halves", "neighbours", "neighbours to halves"}
         Which of them are turned together: those that are half of `width` apart, or neighbours,
         which are written back where they were, or as halves.
+    first : int, default 0
+        Which of a position's angles is the first pair's, where layers have other ones.
     """
 
     width: int
     pairs: str = "halves"
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Attention:
 
     Parameters
     ----------
-    query, key, value, out : Linear
+    query, key, out : Linear
+    value : Linear, optional
+        Without it a value is the key's product, before its norm.
     num_heads, num_kv_heads : int
     width, value_width : int
         Numbers of a head's query or key, and of its value.
@@ -71,8 +76,10 @@ class Attention:
         Of the first numbers of queries and keys; of none if its width is 0.
     query_norm, key_norm : Norm, optional
         Of each head, or of all of them at once: as wide as its weight is.
+    value_norm : Norm, optional
+        Of each head.
     has_late_norms : bool, default False
-        Whether these norms come after the rotation.
+        Whether norms of queries and keys come after the rotation.
     clip : float, optional
         Bound of the absolute values of queries, keys and values, before they are turned.
     sinks : ndarray of float32, shape [num_heads], optional
@@ -91,7 +98,7 @@ class Attention:
 
     query: Linear
     key: Linear
-    value: Linear
+    value: Linear | None
     out: Linear
     num_heads: int
     num_kv_heads: int
@@ -101,6 +108,7 @@ class Attention:
     rotation: Rotation
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    value_norm: Norm | None = None
     has_late_norms: bool = False
     clip: float | None = None
     sinks: np.ndarray | None = None
@@ -224,6 +232,8 @@ class Router:
         Least of that sum.
     scale : float, default 1
         Multiplies the weights.
+    expert_scales : ndarray of float32, shape [num_experts], optional
+        Multiply the weights, too, each of its expert's.
     jitter : float, default 0
         Of "sparsemixer".
     scales_input : bool, default False
@@ -241,6 +251,7 @@ class Router:
     least: float = 0.0
     floor: float = 0.0
     scale: float = 1.0
+    expert_scales: np.ndarray | None = None
     jitter: float = 0.0
     scales_input: bool = False
 
@@ -266,6 +277,24 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Norms of a feed-forward beside experts that have their own: Google DeepMind, Gemma 4, 2026.
+
+    Parameters
+    ----------
+    router, experts : Norm
+        Of hidden states, for the router and for the experts.
+    forward_out, experts_out : Norm
+        Of the feed-forward's result, and of the experts' sum.
+    """
+
+    router: Norm
+    experts: Norm
+    forward_out: Norm
+    experts_out: Norm
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer: x + scale * attention(norm(x)), then x + scale * experts(norm(x)).
 
@@ -282,6 +311,12 @@ class Layer:
     number : int, default -1
         The layer's number in the runtime; -1 if it has no experts.
     scale : float, default 1
+    attention_out, forward_out : Norm, optional
+        Of what is added to x.
+    beside : Beside, optional
+        If the feed-forward beside the experts has norms of its own.
+    factor : float, default 1
+        Multiplies x behind the layer.
     """
 
     attention_norm: Norm
@@ -292,6 +327,10 @@ class Layer:
     experts: Experts | None = None
     number: int = -1
     scale: float = 1.0
+    attention_out: Norm | None = None
+    forward_out: Norm | None = None
+    beside: Beside | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -309,6 +348,8 @@ class Recipe:
         Multiplies embeddings.
     logits_scale : float, default 1
         Divides logits.
+    cap : float, optional
+        Logits are cap * tanh(logits / cap).
     """
 
     hidden_size: int
@@ -317,3 +358,4 @@ class Recipe:
     head: Linear
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    cap: float | None = None

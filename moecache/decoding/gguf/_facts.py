@@ -12,6 +12,24 @@ LATENT_EPSILON = 1e-6
 _NORM_MIN = 1e-12
 
 
+_FULL = "full_attention"
+_TOP_K = ("num_experts_per_tok", "top_k_experts")
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer's attention: heads of keys, and numbers of a query and of a value.
+
+    The first `turned` numbers are turned by the position; `first_angle` is which of a position's
+    angles is their first one's.
+    """
+
+    num_kv_heads: int
+    width: int
+    value_width: int
+    turned: int
+    first_angle: int
+
+
 class Linear(NamedTuple):
     """Sizes of a layer of linear attention, as `LinearAttention` has them."""
 
@@ -51,9 +69,7 @@ class Facts:
     ----------
     hidden_size, vocabulary, num_layers, context : int
         Positions that a text may have are the last.
-    num_heads, num_kv_heads : int
-    width, value_width, turned : int
-        Numbers of a head's query, of its value, and of the first that positions turn.
+    num_heads : int
     num_experts, top_k : int
     rank : int or None
         Numbers of a latent that keys and values are made of.
@@ -70,8 +86,7 @@ class Facts:
         self.num_layers: int = settings["num_hidden_layers"]
         self.context: int = settings["max_position_embeddings"]
         self.num_heads: int = settings["num_attention_heads"]
-        self.num_kv_heads: int = settings["num_key_value_heads"]
-        self.top_k: int = settings["num_experts_per_tok"]
+        self.top_k: int = next(settings[key] for key in _TOP_K if key in settings)
         counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         self.num_experts: int = next(settings[key] for key in counts if key in settings)
         self.rank: int | None = settings.get("kv_lora_rank")
@@ -81,33 +96,43 @@ class Facts:
             names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
             sizes = [settings[f"linear_{name}"] for name in (*names, "conv_kernel_dim")]
             self.linear = Linear._make(sizes)
+        # Rotations, by the kind of layer, or of all of them.
         rope = settings["rope_parameters"]
-        if self.rank is not None:
-            self.turned: int = settings["qk_rope_head_dim"]
-            self.width: int = settings["qk_nope_head_dim"] + self.turned
-            self.value_width: int = settings["v_head_dim"]
-            return
-        self.width = settings.get("head_dim") or self.hidden_size // self.num_heads
-        self.value_width = self.width
-        self.turned = int(self.width * rope.get("partial_rotary_factor", 1.0))
+        self.ropes: Mapping[str, Mapping[str, Any]] = (
+            {"": rope} if "rope_type" in rope else dict(sorted(rope.items()))
+        )
+        self._heads = {kind: self._heads_of(kind) for kind in self.ropes}
 
-    @property
-    def held(self) -> tuple[int, int, int]:
-        """Heads, and numbers of a key and of a value, that a position leaves behind."""
-        if self.rank is not None:
-            return 1, self.rank, self.turned
-        return self.num_kv_heads, self.width, self.value_width
+    def heads(self, block: int) -> Heads:
+        """Return the sizes of a layer's attention, if it has keys and values."""
+        return self._heads["" if "" in self._heads else str(self._kind(block))]
 
-    @property
-    def scale(self) -> float:
-        """What multiplies products of queries and keys."""
-        said = self.settings.get("attention_multiplier")
+    def all_heads(self) -> list[Heads]:
+        """Return those of all kinds of layers, in the order of their angles."""
+        return list(self._heads.values())
+
+    def held(self, block: int) -> tuple[int, int, int]:
+        """Return heads, and numbers of a key and of a value, that a position leaves behind."""
+        heads = self.heads(block)
+        if self.rank is not None:
+            return 1, self.rank, heads.turned
+        return heads.num_kv_heads, heads.width, heads.value_width
+
+    def scale(self, block: int) -> float:
+        """Return what multiplies products of queries and keys."""
+        said = self.settings.get("attention_multiplier", self.known.scale)
         if said is not None:
             return float(said)
         rope = self.settings["rope_parameters"]
         stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
         factor = sharpness(rope["factor"], rope["mscale_all_dim"]) if stretched else 1.0
-        return float(self.width**-0.5 * factor * factor)
+        return float(self.heads(block).width ** -0.5 * factor * factor)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What multiplies embeddings."""
+        usual = self.hidden_size**0.5 if self.known.is_beside else 1.0
+        return float(self.settings.get("embedding_multiplier", usual))
 
     @property
     def is_biased(self) -> bool:
@@ -167,6 +192,10 @@ class Facts:
         names = ("routed_scaling_factor", "router_scaling_factor")
         return float(next((self.settings[key] for key in names if key in self.settings), 1.0))
 
+    def has_values(self, block: int) -> bool:
+        """Return whether a layer's values are not its keys'."""
+        return not (self.settings.get("attention_k_eq_v") and self._kind(block) == _FULL)
+
     def is_linear(self, block: int) -> bool:
         """Return whether a layer has linear attention."""
         return self.linear is not None and self._kind(block) == "linear_attention"
@@ -185,8 +214,23 @@ class Facts:
 
     def window(self, block: int) -> int | None:
         """Return how many positions a layer's tokens see; `None` if it is all of them."""
-        sees_all = self._kind(block) == "full_attention"
+        sees_all = self._kind(block) == _FULL
         return None if sees_all else self.settings.get("sliding_window")
+
+    def _heads_of(self, kind: str) -> Heads:
+        said, rope = self.settings, self.ropes[kind]
+        # Angles of other kinds come first.
+        before = [self._heads_of(other).turned for other in self.ropes if other < kind]
+        first = sum(before) // 2
+        if self.rank is not None:
+            turned = said["qk_rope_head_dim"]
+            return Heads(1, said["qk_nope_head_dim"] + turned, said["v_head_dim"], turned, first)
+        num, width = said["num_key_value_heads"], said.get("head_dim")
+        if kind == _FULL:
+            num, width = said["num_global_key_value_heads"], said["global_head_dim"]
+        width = width or self.hidden_size // self.num_heads
+        share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1)
+        return Heads(num, width, width, int(width * share), first)
 
     def _kind(self, block: int) -> str | None:
         kinds = self.settings.get("layer_types")

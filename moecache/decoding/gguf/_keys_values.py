@@ -17,8 +17,8 @@ class TextCache:
 
     Parameters
     ----------
-    num_layers, num_heads, width, value_width : int
-        The last two are numbers of a key and of a value.
+    held : sequence of (int, int, int)
+        Of each layer: heads, and numbers of a key and of a value.
     name : int, optional
         Of the text, if there are others beside it.
 
@@ -32,18 +32,14 @@ class TextCache:
 
     def __init__(
         self,
-        num_layers: int,
-        num_heads: int,
-        width: int,
-        value_width: int,
+        held: Sequence[tuple[int, int, int]],
         name: int | None = None,
     ) -> None:
         self.length = 0
         self.name = name
-        self._shape = num_layers, num_heads
-        self._widths = width, value_width
+        self._sizes = tuple(held)
         self._capacity = 0
-        # Of all layers, [num_layers, num_heads, capacity, width].
+        # Of each layer, [heads, capacity, width] each.
         self._parts = self._allocated(0)
         self._pages: list[KeyValues | States] = []
 
@@ -66,12 +62,11 @@ class TextCache:
 
     def fits(self, page: Page) -> bool:
         """Return whether a page is of such keys and values."""
-        num_layers, heads = self._shape
         num = num_positions(page)
-        return len(page) == num_layers and all(
+        return len(page) == len(self._sizes) and all(
             part.dtype == self._dtype and part.shape == (1, heads, num, width)
-            for layer in page
-            for part, width in zip(layer, self._widths, strict=True)
+            for layer, (heads, *widths) in zip(page, self._sizes, strict=True)
+            for part, width in zip(layer, widths, strict=True)
         )
 
     def restore(self, pages: Sequence[Page]) -> None:
@@ -86,21 +81,23 @@ class TextCache:
         end = self.length
         for page in pages:
             begin, end = end, end + num_positions(page)
-            for layer, given in enumerate(page):
-                for held, part in zip(self._parts, given, strict=True):
-                    held[layer, :, begin:end] = part[0]
+            for held, given in zip(self._parts, page, strict=True):
+                for to, part in zip(held, given, strict=True):
+                    to[:, begin:end] = part[0]
         self.length = end
 
     def page(self, begin: int, end: int) -> Page:
         """Return a copy of the positions from `begin` to `end`."""
-        keys, values = (held[:, None, :, begin:end].copy() for held in self._parts)
-        return tuple(zip(keys, values, strict=True))
+        return tuple(
+            (keys[None, :, begin:end].copy(), values[None, :, begin:end].copy())
+            for keys, values in self._parts
+        )
 
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
         capacity = self._wanted(num_new)
-        each = math.prod(self._shape) * sum(self._widths) * self._dtype.itemsize
-        return each * capacity if capacity > self._capacity else 0
+        each = sum(heads * (width + value_width) for heads, width, value_width in self._sizes)
+        return each * self._dtype.itemsize * capacity if capacity > self._capacity else 0
 
     def _wanted(self, num_new: int) -> int:
         wanted = self.length + num_new
@@ -112,22 +109,29 @@ class TextCache:
 
     def _grow(self, capacity: int) -> None:
         grown = self._allocated(capacity)
-        for held, to in zip(self._parts, grown, strict=True):
-            to[:, :, : self.length] = held[:, :, : self.length]
-        (_, heads), (width, value_width) = self._shape, self._widths
-        shape = 1, heads, capacity, width
+        for before, after in zip(self._parts, grown, strict=True):
+            for held, to in zip(before, after, strict=True):
+                to[:, : self.length] = held[:, : self.length]
         self._pages = [
-            KeyValues(keys.ctypes.data, values.ctypes.data, self._kind, shape, value_width, grown)
-            for keys, values in zip(*grown, strict=True)
+            KeyValues(
+                keys.ctypes.data,
+                values.ctypes.data,
+                self._kind,
+                (1, *keys.shape),
+                values.shape[2],
+                grown,
+            )
+            for keys, values in grown
         ]
         self._parts, self._capacity = grown, capacity
 
-    def _allocated(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    def _allocated(self, capacity: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return zeros for keys and values of all layers.
 
         One piece of memory, as mapping one waits for whoever touches another.
         """
-        shapes = [(*self._shape, capacity, width) for width in self._widths]
+        shapes = [(heads, capacity, width) for heads, *both in self._sizes for width in both]
         sizes = [math.prod(shape) for shape in shapes]
-        both = np.zeros(sum(sizes), self._dtype)
-        return both[: sizes[0]].reshape(shapes[0]), both[sizes[0] :].reshape(shapes[1])
+        parts = np.split(np.zeros(sum(sizes), self._dtype), np.cumsum(sizes)[:-1])
+        shaped = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return list(zip(shaped[::2], shaped[1::2], strict=True))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.decoding.families import FAMILIES, Family
-from moecache.decoding.gguf import _linear, _sigmoid, _softmax
+from moecache.decoding.gguf import _gemma4, _linear, _sigmoid, _softmax
 from moecache.decoding.gguf._architecture import Architecture
 from moecache.decoding.gguf._metadata import Metadata
 
@@ -29,6 +29,16 @@ class Known:
         Whether what attention gives has a bias if queries have.
     gate : mapping
         How experts' gates are computed: options of `SlotKernel`.
+    has_expert_biases : bool
+        Whether experts and their router have biases.
+    family : Family, optional
+        If `FAMILIES` has no row of it.
+    scale : float, optional
+        What multiplies products of queries and keys; by default 1 / sqrt(width).
+    is_beside : bool
+        Whether each layer has a feed-forward beside its experts, all with norms of their own, and
+        norms of what is added; values have norms, too, and embeddings are sqrt(hidden_size) times
+        those of the file.
     is_tiled : bool
         Whether linear attention's heads of values that share a key are as many apart as there are
         keys, and not neighbours.
@@ -39,6 +49,10 @@ class Known:
     head_norms: str = ""
     has_out_bias: bool = True
     gate: Mapping[str, Any] = field(default_factory=dict)
+    has_expert_biases: bool = False
+    family: Family | None = None
+    scale: float | None = None
+    is_beside: bool = False
     is_tiled: bool = False
 
     def find(self, said: Metadata) -> Architecture:
@@ -51,6 +65,14 @@ KNOWN: Mapping[str, Known] = {
     "deepseek2": Known(_sigmoid.deepseek2),
     "dots1": Known(_sigmoid.DOTS1, head_norms="each"),
     "ernie4_5-moe": Known(_sigmoid.ERNIE4_5_MOE),
+    "gemma4": Known(
+        _gemma4.GEMMA4,
+        head_norms="each",
+        gate={"activation": "gelu_tanh"},
+        family=Family(is_normalized=True),
+        scale=1.0,
+        is_beside=True,
+    ),
     "glm4moe": Known(
         _sigmoid.GLM4_MOE,
         forward_norm="post_attention_norm",
@@ -58,7 +80,10 @@ KNOWN: Mapping[str, Known] = {
         has_out_bias=False,
     ),
     "gpt-oss": Known(
-        _softmax.GPT_OSS, forward_norm="post_attention_norm", gate={"activation": "swiglu"}
+        _softmax.GPT_OSS,
+        forward_norm="post_attention_norm",
+        gate={"activation": "swiglu"},
+        has_expert_biases=True,
     ),
     "granitemoe": Known(_softmax.granitemoe),
     "hunyuan-moe": Known(_softmax.HUNYUAN_MOE, head_norms="each"),

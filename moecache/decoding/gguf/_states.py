@@ -27,8 +27,8 @@ class StatesCache(TextCache):
     is_linear : sequence of bool
         For each layer whether it holds states.
     linear : Linear
-    num_heads, width, value_width : int
-        Of the other layers, as `TextCache` has them.
+    held : sequence of (int, int, int)
+        Of the other layers, as `TextCache` has it.
     name : int, optional
     """
 
@@ -36,12 +36,10 @@ class StatesCache(TextCache):
         self,
         is_linear: Sequence[bool],
         linear: Linear,
-        num_heads: int,
-        width: int,
-        value_width: int,
+        held: Sequence[tuple[int, int, int]],
         name: int | None = None,
     ) -> None:
-        super().__init__(list(is_linear).count(False), num_heads, width, value_width, name)
+        super().__init__(held, name)
         self._is_linear, self._linear = tuple(is_linear), linear
         # Of each layer the rows that a convolution sees and the heads' states, in three places:
         # two that are read and written in turns, and that of what is saved.
@@ -77,7 +75,7 @@ class StatesCache(TextCache):
 
     def fits(self, page: Page) -> bool:
         """Return whether a page is of such keys and values, and states."""
-        num_layers, _ = self._shape
+        num_layers = len(self._sizes)
         states = page[num_layers:]
         shapes = [shape[1:] for shape in self._state_shapes()]
         return super().fits(page[:num_layers]) and all(
@@ -89,7 +87,7 @@ class StatesCache(TextCache):
 
     def restore(self, pages: Sequence[Page]) -> None:
         """Put the positions of pages that `fits` behind none, up to the last that has states."""
-        num_layers, _ = self._shape
+        num_layers = len(self._sizes)
         places = [place for place, page in enumerate(pages) if len(page) > num_layers]
         if not places:
             return

@@ -16,6 +16,14 @@ from moecache.stores import GgufStore
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
+# Of what attention adds; of a feed-forward, of experts, of what both give, and of their sum.
+BESIDE_NORMS = (
+    *("post_attention_norm", "post_ffw_norm_1", "pre_ffw_norm_2"),
+    *("post_ffw_norm_2", "post_ffw_norm"),
+)
+# What transformers and recipes compute themselves.
+_COMPUTED = ("rope_freqs.weight",)
+
 Shapes = Mapping[str, tuple[int, ...]]
 Wanted = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -58,7 +66,8 @@ def check_tensors(store: GgufStore, facts: Facts) -> None:
     differing = routers ^ layers
     if differing:
         raise NoTextModelError(f"{min(differing)} has a router or experts, and not both")
-    others = [name for name in trunk_names(found, facts.num_layers) if name not in wanted]
+    names = trunk_names(found, facts.num_layers)
+    others = [name for name in names if name not in wanted and not _is_computed(facts, name)]
     if others:
         raise NoTextModelError(f"tensor {others[0]} is none of this model's")
     _check_behind(store, facts)
@@ -72,6 +81,11 @@ def check_tensors(store: GgufStore, facts: Facts) -> None:
             raise NoTextModelError(f"{name} in {known.name} runs with torch")
         if name == EMBEDDING and not isinstance(tiler(known.name, 1, matrix.columns), Tiler):
             raise NoTextModelError(f"rows in {known.name} are torch's to read")
+
+
+def _is_computed(facts: Facts, name: str) -> bool:
+    """Return whether a tensor's numbers follow from what a family's settings say."""
+    return facts.known.is_beside and name in _COMPUTED
 
 
 def _is_behind(name: str, num_layers: int) -> bool:
@@ -90,7 +104,7 @@ def _check_behind(store: GgufStore, facts: Facts) -> None:
 
 def _check_experts(store: GgufStore, facts: Facts) -> None:
     wanted: dict[str, str | None] = {"gate_up": None, "down": None}
-    if facts.known.gate:
+    if facts.known.has_expert_biases:
         wanted |= {"gate_up_bias": "gate_up", "down_bias": "down"}
     layout = store.layout
     for at, layer in zip(layout.layer_names, layout.layers, strict=True):
@@ -125,20 +139,24 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
         if facts.is_linear(block):
             yield from _linear_attention(facts, at, found)
         else:
-            yield from _attention(facts, at) if facts.rank is None else _latents(facts, at, found)
+            latents = facts.rank is not None
+            yield from _latents(facts, block, found) if latents else _attention(facts, block)
         if facts.is_dense(block):
             yield from _feed_forward(at, "", facts.dense_width, hidden)
         else:
             yield from _experts(facts, at, found)
 
 
-def _attention(facts: Facts, at: str) -> Wanted:
-    hidden, width = facts.hidden_size, facts.width
-    heads, keys = facts.num_heads * width, facts.num_kv_heads * width
+def _attention(facts: Facts, block: int) -> Wanted:
+    at, hidden = f"blk.{block}", facts.hidden_size
+    num_kv_heads, width, *_ = facts.heads(block)
+    heads, keys = facts.num_heads * width, num_kv_heads * width
     if facts.family.sinks is not None:
         yield f"{at}.attn_sinks.weight", (facts.num_heads,)
     queries = heads * (1 + facts.family.is_gated)
     projections = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+    if not facts.has_values(block):
+        del projections["attn_v"]
     for name, rows in projections.items():
         yield from _linear(f"{at}.{name}", rows, hidden, has_bias=facts.is_biased)
     has_out_bias = facts.is_biased and facts.known.has_out_bias
@@ -147,6 +165,11 @@ def _attention(facts: Facts, at: str) -> Wanted:
         is_each = facts.known.head_norms == "each"
         yield f"{at}.attn_q_norm.weight", (width if is_each else heads,)
         yield f"{at}.attn_k_norm.weight", (width if is_each else keys,)
+    if facts.known.is_beside:
+        for name in BESIDE_NORMS:
+            yield f"{at}.{name}.weight", (hidden,)
+        yield f"{at}.layer_output_scale.weight", (1,)
+        yield from _feed_forward(at, "", facts.dense_width, hidden)
 
 
 def _linear_attention(facts: Facts, at: str, found: Shapes) -> Wanted:
@@ -172,12 +195,13 @@ def _linear_attention(facts: Facts, at: str, found: Shapes) -> Wanted:
     yield f"{at}.ssm_out.weight", (hidden, sizes.values)
 
 
-def _latents(facts: Facts, at: str, found: Shapes) -> Wanted:
-    hidden, heads, rank, low = facts.hidden_size, facts.num_heads, facts.rank, facts.low_rank
+def _latents(facts: Facts, block: int, found: Shapes) -> Wanted:
+    at, hidden, heads = f"blk.{block}", facts.hidden_size, facts.num_heads
+    rank, low, (_, width, value_width, turned, _) = facts.rank, facts.low_rank, facts.heads(block)
     assert rank is not None
     if not 1 <= rank <= MOST_RANK:
         raise NoTextModelError(f"latents of {rank} numbers run with torch")
-    queries, content = heads * facts.width, facts.width - facts.turned
+    queries, content = heads * width, width - turned
     if low is None:
         yield f"{at}.attn_q.weight", (queries, hidden)
     else:
@@ -185,21 +209,24 @@ def _latents(facts: Facts, at: str, found: Shapes) -> Wanted:
         yield f"{at}.attn_q_a_norm.weight", (low,)
         yield f"{at}.attn_q_b.weight", (queries, low)
     name = f"{at}.attn_kv_a_mqa"
-    yield from _linear(name, rank + facts.turned, hidden, has_bias=facts.is_biased)
+    yield from _linear(name, rank + turned, hidden, has_bias=facts.is_biased)
     yield f"{at}.attn_kv_a_norm.weight", (rank,)
     if f"{at}.attn_k_b.weight" in found:
         yield f"{at}.attn_k_b.weight", (heads, rank, content)
-        yield f"{at}.attn_v_b.weight", (heads, facts.value_width, rank)
+        yield f"{at}.attn_v_b.weight", (heads, value_width, rank)
     else:
-        yield f"{at}.attn_kv_b.weight", (heads * (content + facts.value_width), rank)
-    values = heads * facts.value_width
+        yield f"{at}.attn_kv_b.weight", (heads * (content + value_width), rank)
+    values = heads * value_width
     yield from _linear(f"{at}.attn_output", hidden, values, has_bias=facts.is_biased)
 
 
 def _experts(facts: Facts, at: str, found: Shapes) -> Wanted:
     hidden, count = facts.hidden_size, facts.num_experts
-    # The gate's form of gpt-oss, and biases, come together.
-    yield from _linear(f"{at}.ffn_gate_inp", count, hidden, has_bias=bool(facts.known.gate))
+    has_bias = facts.known.has_expert_biases
+    yield from _linear(f"{at}.ffn_gate_inp", count, hidden, has_bias=has_bias)
+    if facts.known.is_beside:
+        yield f"{at}.ffn_gate_inp.scale", (hidden,)
+        yield f"{at}.ffn_down_exps.scale", (count,)
     correction = correction_of(found, at)
     if facts.family.correction is not None and correction is not None:
         yield correction, (count,)

@@ -15,7 +15,7 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
     Parameters
     ----------
     rope : mapping
-        As transformers' `rope_parameters`, of type "default", "linear" or "yarn".
+        As transformers' `rope_parameters`, of type "default", "linear", "yarn" or "proportional".
     width : int
         Numbers of a head that are turned.
 
@@ -28,6 +28,10 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
     found = np.float32(1) / base ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
     kind, one = rope["rope_type"], np.float32(1)
     if kind == "default":
+        return found, one
+    if kind == "proportional":
+        # The others are not turned.
+        found[int(rope["partial_rotary_factor"] * width // 2) :] = 0
         return found, one
     slow = found / np.float32(rope["factor"])
     if kind == "linear":

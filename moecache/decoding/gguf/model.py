@@ -279,10 +279,11 @@ class TextModel:
 
     def _empty_cache(self, name: int | None) -> TextCache:
         facts = self._said.facts
-        if facts.linear is None:
-            return TextCache(facts.num_layers, *facts.held, name)
         is_linear = [facts.is_linear(block) for block in range(facts.num_layers)]
-        return StatesCache(is_linear, facts.linear, *facts.held, name)
+        held = [facts.held(block) for block, linear in enumerate(is_linear) if not linear]
+        if facts.linear is None:
+            return TextCache(held, name)
+        return StatesCache(is_linear, facts.linear, held, name)
 
     def _grow(self, cache: TextCache, num_new: int) -> None:
         growth = cache.growth_bytes(num_new)

@@ -1,6 +1,7 @@
 """Recipes of GGUF files: what a file's layers compute, read from its metadata and tensors."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from moecache.decoding.gguf._facts import LATENT_EPSILON, Facts
 from moecache.decoding.gguf._known import KNOWN, family_of
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.decoding.gguf._tensors import (
+    BESIDE_NORMS,
     NoTextModelError,
     check_tensors,
     correction_of,
@@ -21,10 +23,12 @@ from moecache.decoding.gguf.angles import frequencies
 from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk
 from moecache.decoding.recipe import (
     Attention,
+    Beside,
     FeedForward,
     LatentAttention,
     Layer,
     LinearAttention,
+    Norm,
     Recipe,
     Rotation,
     Router,
@@ -72,7 +76,7 @@ class FileModel:
             raise NoTextModelError(f"architecture {store.architecture!r} runs with torch")
         said = Metadata(store.metadata, store.tensor_shapes)
         architecture = known.find(said)
-        family = family_of(architecture)
+        family = known.family or family_of(architecture)
         if family is None:
             raise NoTextModelError(f"{architecture.prefix} runs with torch")
         self.settings: Mapping[str, Any] = architecture.settings(said)
@@ -85,8 +89,12 @@ class FileModel:
         self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
         self._store = store
         self._check()
-        rope = self.settings["rope_parameters"]
-        self._frequencies, self._turn_scale = frequencies(rope, facts.turned)
+        tables = [
+            frequencies(rope, heads.turned)
+            for rope, heads in zip(facts.ropes.values(), facts.all_heads(), strict=True)
+        ]
+        self._frequencies = np.concatenate([found for found, _ in tables])
+        self._turn_scale = tables[0][1]
 
     @property
     def is_tied(self) -> bool:
@@ -100,7 +108,8 @@ class FileModel:
         # Numbers of 16 bits that kernels do not multiply become float32.
         found = self._store.trunk_bytes * (1 + ("F16" in self._store.tensor_types.values()))
         if facts.rank is not None:
-            head = facts.width - facts.turned + facts.value_width
+            heads = facts.heads(0)
+            head = heads.width - heads.turned + heads.value_width
             found += 2 * facts.num_layers * facts.num_heads * head * facts.rank
         if not self.is_tied:
             return found
@@ -112,18 +121,22 @@ class FileModel:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values, in bfloat16."""
-        heads, width, value_width = self.facts.held
-        linear = sum(map(self.facts.is_linear, range(self.num_layers)))
-        return 2 * (self.num_layers - linear) * heads * (width + value_width)
+        blocks = range(self.num_layers)
+        held = [self.facts.held(block) for block in blocks if not self.facts.is_linear(block)]
+        return sum(2 * heads * (width + value_width) for heads, width, value_width in held)
 
     def prompt_bytes(self, num_tokens: int) -> int:
         """Return the memory that a program takes for so many tokens of a prompt, about."""
         facts = self.facts
-        heads = (facts.num_heads + facts.num_kv_heads) * (facts.width + facts.value_width)
-        latents = facts.num_heads * sum(facts.held) if facts.rank is not None else 0
+        heads = max(
+            (facts.num_heads + each.num_kv_heads) * (each.width + each.value_width)
+            for each in facts.all_heads()
+        )
+        latents = facts.num_heads * sum(facts.held(0)) if facts.rank is not None else 0
         if facts.linear is not None:
             heads = max(heads, facts.linear.channels + 2 * facts.linear.values)
-        dense = max(facts.shared_width, facts.dense_width if facts.is_dense(0) else 0)
+        has_dense = facts.is_dense(0) or facts.known.is_beside
+        dense = max(facts.shared_width, facts.dense_width if has_dense else 0)
         # Rows of experts and their inputs; queries, keys, values and what is made of them; the
         # shared expert's; hidden states; and what of all that is converted.
         widths = facts.top_k * (facts.hidden_size + 2 * facts.expert_width)
@@ -147,7 +160,7 @@ class FileModel:
         return trunk_names(self._store.tensor_shapes, self.num_layers)
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return cosines and sines of positions, float32 [num_positions, turned / 2] each."""
+        """Return cosines and sines of positions, float32 [num_positions, num_angles] each."""
         turned = positions[:, None].astype(np.float32) * self._frequencies
         return np.cos(turned) * self._turn_scale, np.sin(turned) * self._turn_scale
 
@@ -168,8 +181,9 @@ class FileModel:
             tuple(self._layer(trunk, block, kernel_of) for block in blocks),
             self._norm(trunk, "output_norm.weight"),
             trunk.linear(head),
-            float(self.settings.get("embedding_multiplier", 1.0)),
+            self.facts.embedding_scale,
             float(self.settings.get("logits_scaling", 1.0)),
+            self.settings.get("final_logit_softcapping"),
         )
 
     def _norm(self, trunk: Trunk, name: str) -> Any:
@@ -185,7 +199,9 @@ class FileModel:
         else:
             number, kernel = kernel_of(block)
             experts, router = kernel.experts, self._router(trunk, at)
-            if facts.shared_width:
+            if facts.known.is_beside:
+                forward = _feed_forward(trunk, at, "", activation=self.gate["activation"])
+            elif facts.shared_width:
                 has_weight = facts.family.shared_weight is not None
                 forward = _feed_forward(trunk, at, "_shexp", has_weight=has_weight)
         return Layer(
@@ -197,7 +213,21 @@ class FileModel:
             experts,
             number,
             float(self.settings.get("residual_multiplier", 1.0)),
+            **(self._beside(trunk, at) if facts.known.is_beside else {}),
         )
+
+    def _beside(self, trunk: Trunk, at: str) -> dict[str, Any]:
+        """Return what a layer has that has a feed-forward beside its experts."""
+        norms = [self._norm(trunk, f"{at}.{name}.weight") for name in BESIDE_NORMS]
+        attention_out, forward_out, experts, experts_out, both_out = norms
+        scale = np.float32(self.facts.hidden_size**-0.5)
+        router = replace(experts, weight=trunk.numbers(f"{at}.ffn_gate_inp.scale") * scale)
+        return {
+            "attention_out": attention_out,
+            "forward_out": both_out,
+            "beside": Beside(router, experts, forward_out, experts_out),
+            "factor": float(trunk.numbers(f"{at}.layer_output_scale.weight")[0]),
+        }
 
     def _router(self, trunk: Trunk, at: str) -> Router:
         facts, family = self.facts, self.facts.family
@@ -215,13 +245,16 @@ class FileModel:
             least=family.least,
             floor=facts.floor,
             scale=facts.experts_scale,
+            expert_scales=trunk.numbers(f"{at}.ffn_down_exps.scale")
+            if facts.known.is_beside
+            else None,
         )
 
     def _attending(self, trunk: Trunk, block: int) -> Attention | LatentAttention | LinearAttention:
         if self.facts.is_linear(block):
             return self._linear(trunk, f"blk.{block}")
         if self.facts.rank is not None:
-            return self._latents(trunk, f"blk.{block}")
+            return self._latents(trunk, block)
         return self._attention(trunk, block)
 
     def _linear(self, trunk: Trunk, at: str) -> LinearAttention:
@@ -254,22 +287,23 @@ class FileModel:
 
     def _attention(self, trunk: Trunk, block: int) -> Attention:
         at, facts = f"blk.{block}", self.facts
-        family = facts.family
+        family, heads = facts.family, facts.heads(block)
         norms = [f"{at}.attn_{part}_norm.weight" for part in "qk"]
         query, key = (self._norm(trunk, name) if name in trunk else None for name in norms)
         return Attention(
             trunk.linear(f"{at}.attn_q"),
             trunk.linear(f"{at}.attn_k"),
-            trunk.linear(f"{at}.attn_v"),
+            trunk.linear(f"{at}.attn_v") if facts.has_values(block) else None,
             trunk.linear(f"{at}.attn_output"),
             num_heads=facts.num_heads,
-            num_kv_heads=facts.num_kv_heads,
-            width=facts.width,
-            value_width=facts.value_width,
-            scale=facts.scale,
-            rotation=Rotation(facts.turned, self._pairs),
+            num_kv_heads=heads.num_kv_heads,
+            width=heads.width,
+            value_width=heads.value_width,
+            scale=facts.scale(block),
+            rotation=Rotation(heads.turned, self._pairs, heads.first_angle),
             query_norm=query,
             key_norm=key,
+            value_norm=self._plain_norm(heads.value_width) if facts.known.is_beside else None,
             has_late_norms=family.has_late_norms,
             clip=None if family.clip is None else self.settings.get(family.clip),
             sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
@@ -277,8 +311,12 @@ class FileModel:
             is_gated=family.is_gated,
         )
 
-    def _latents(self, trunk: Trunk, at: str) -> LatentAttention:
-        facts = self.facts
+    def _plain_norm(self, width: int) -> Norm:
+        return Norm(np.ones(width, np.float32), self.settings["rms_norm_eps"])
+
+    def _latents(self, trunk: Trunk, block: int) -> LatentAttention:
+        at, facts = f"blk.{block}", self.facts
+        heads = facts.heads(block)
         has_low = facts.low_rank is not None
         return LatentAttention(
             trunk.linear(f"{at}.attn_q_b" if has_low else f"{at}.attn_q"),
@@ -287,10 +325,10 @@ class FileModel:
             trunk.expansion(at, facts.num_heads),
             trunk.linear(f"{at}.attn_output"),
             num_heads=facts.num_heads,
-            width=facts.width - facts.turned,
-            value_width=facts.value_width,
-            scale=facts.scale,
-            rotation=Rotation(facts.turned, self._pairs),
+            width=heads.width - heads.turned,
+            value_width=heads.value_width,
+            scale=facts.scale(block),
+            rotation=Rotation(heads.turned, self._pairs),
             low=trunk.linear(f"{at}.attn_q_a") if has_low else None,
             low_norm=trunk.norm(f"{at}.attn_q_a_norm.weight", LATENT_EPSILON) if has_low else None,
         )
@@ -300,8 +338,15 @@ class FileModel:
         facts, window = self.facts, self.settings.get("sliding_window")
         if window is not None and not 1 <= window < 2**31:
             raise NoTextModelError(f"a window of {window} positions is torch's to refuse")
-        if facts.hidden_size < 1 or facts.turned < 2 or facts.turned % 2:
-            raise NoTextModelError(f"{facts.turned} numbers of a head cannot be turned")
+        if self.settings.get("num_kv_shared_layers") or self.settings.get(
+            "hidden_size_per_layer_input"
+        ):
+            raise NoTextModelError("layers that share keys, or have inputs of their own")
+        if all(map(facts.is_linear, range(facts.num_layers))):
+            raise NoTextModelError("no layer has keys and values")
+        for heads in facts.all_heads():
+            if facts.hidden_size < 1 or heads.turned < 2 or heads.turned % 2:
+                raise NoTextModelError(f"{heads.turned} numbers of a head cannot be turned")
         check_tensors(self._store, facts)
 
 
@@ -310,9 +355,11 @@ def _pairs_of(architecture: Architecture, family: Family) -> str:
     return "neighbours" if architecture.source in _NEIGHBOURS else family.pairs
 
 
-def _feed_forward(trunk: Trunk, at: str, suffix: str, *, has_weight: bool = False) -> FeedForward:
+def _feed_forward(
+    trunk: Trunk, at: str, suffix: str, *, has_weight: bool = False, activation: str = "silu"
+) -> FeedForward:
     """Return the feed-forward of all tokens, or of a layer without experts."""
     parts = (f"{at}.ffn_{part}{suffix}" for part in ("gate", "up", "down"))
     gate, up, down = map(trunk.linear, parts)
     weight = trunk.linear(f"{at}.ffn_gate_inp{suffix}") if has_weight else None
-    return FeedForward(gate, up, down, "silu", weight)
+    return FeedForward(gate, up, down, activation, weight)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -182,7 +183,9 @@ def take(module: nn.Module, leaf: str) -> torch.dtype:
     dtype: torch.dtype = getattr(module, leaf).dtype
     delattr(module, leaf)
     # Some models initialize every tensor that they find, also those that were read.
-    module.__dict__[leaf] = torch.empty(0, dtype=dtype)
+    taken: Any = torch.empty(0, dtype=dtype)
+    taken._is_hf_initialized = True  # no row of it is padding
+    module.__dict__[leaf] = taken
     if not module._non_persistent_buffers_set:
         # There is nothing to be initialized.
         module.__dict__["_is_hf_initialized"] = True

@@ -27,7 +27,6 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "deepseek32": _sigmoid.DEEPSEEK_V32,
     "deepseek4": _compressed.DEEPSEEK_V4,
     "exaone-moe": _layers.EXAONE_MOE,
-    "gemma4": _layers.GEMMA4,
     "glm-dsa": _sigmoid.GLM_DSA,
     "granitehybrid": _mamba.GRANITE_HYBRID,
     "hy_v4": _connections.HY_V4,

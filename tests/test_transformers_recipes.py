@@ -69,6 +69,18 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    # Layers of two kinds, each with heads and angles of its own; a window is passed.
+    "beside": (
+        "gemma4_text",
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "no shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
     "long rope": ("phimoe", {"rope_parameters": _LONG_ROPE, "head_dim": 8}),
     "part of the head": (

@@ -53,6 +53,11 @@ class Family:
         Whether queries are followed by gates of what attention gives.
     adds_one : bool, default False
         Whether norms of the residual stream, of queries and of keys are weighted by 1 and more.
+    is_beside : bool, default False
+        Whether a feed-forward is beside the experts of every layer, all with norms of their own,
+        and values have norms without weights: Gemma 4. Its block is the layer, "".
+    cap : str, optional
+        Attribute of the configuration that has the bound of logits.
     is_latent : bool, default False
         Whether attention is DeepSeek's. If its configuration has `rope_interleave`, that says
         whether pairs are neighbours.
@@ -86,6 +91,8 @@ class Family:
     linear: str | None = None
     is_gated: bool = False
     adds_one: bool = False
+    is_beside: bool = False
+    cap: str | None = None
     is_latent: bool = False
     clip: str | None = None
     sinks: str | None = None
@@ -122,6 +129,9 @@ FAMILIES = {
     ("qwen3_next", "Qwen3NextAttention", "Qwen3NextSparseMoeBlock"): _LINEAR,
     ("qwen3_5_moe", "Qwen3_5MoeAttention", "Qwen3_5MoeSparseMoeBlock"): replace(
         _LINEAR, is_normalized=True
+    ),
+    ("gemma4", "Gemma4TextAttention", "Gemma4TextDecoderLayer"): Family(
+        block="", router="router", is_normalized=True, is_beside=True, cap="final_logit_softcapping"
     ),
     ("mixtral", "MixtralAttention", "MixtralSparseMoeBlock"): Family(is_normalized=True),
     ("olmoe", "OlmoeAttention", "OlmoeSparseMoeBlock"): Family(clip="clip_qkv"),
@@ -196,7 +206,7 @@ FAMILIES = {
 
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
-_MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext"}
+_MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext", "gemma4text"}
 _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
 # Their checkpoints have matrices as [in, out].
 _WITHOUT_KERNELS_TRANSPOSED = {"llama4", "llama4text"}

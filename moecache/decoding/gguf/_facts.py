@@ -131,7 +131,7 @@ class Facts:
     @property
     def embedding_scale(self) -> float:
         """What multiplies embeddings."""
-        usual = self.hidden_size**0.5 if self.known.is_beside else 1.0
+        usual = self.hidden_size**0.5 if self.family.is_beside else 1.0
         return float(self.settings.get("embedding_multiplier", usual))
 
     @property

@@ -31,14 +31,8 @@ class Known:
         How experts' gates are computed: options of `SlotKernel`.
     has_expert_biases : bool
         Whether experts and their router have biases.
-    family : Family, optional
-        If `FAMILIES` has no row of it.
     scale : float, optional
         What multiplies products of queries and keys; by default 1 / sqrt(width).
-    is_beside : bool
-        Whether each layer has a feed-forward beside its experts, all with norms of their own, and
-        norms of what is added; values have norms, too, and embeddings are sqrt(hidden_size) times
-        those of the file.
     is_tiled : bool
         Whether linear attention's heads of values that share a key are as many apart as there are
         keys, and not neighbours.
@@ -50,9 +44,7 @@ class Known:
     has_out_bias: bool = True
     gate: Mapping[str, Any] = field(default_factory=dict)
     has_expert_biases: bool = False
-    family: Family | None = None
     scale: float | None = None
-    is_beside: bool = False
     is_tiled: bool = False
 
     def find(self, said: Metadata) -> Architecture:
@@ -69,9 +61,7 @@ KNOWN: Mapping[str, Known] = {
         _gemma4.GEMMA4,
         head_norms="each",
         gate={"activation": "gelu_tanh"},
-        family=Family(is_normalized=True),
         scale=1.0,
-        is_beside=True,
     ),
     "glm4moe": Known(
         _sigmoid.GLM4_MOE,
@@ -103,5 +93,5 @@ KNOWN: Mapping[str, Known] = {
 
 def family_of(architecture: Architecture) -> Family | None:
     """Return the row of an architecture's attention; `None` if there is none."""
-    wanted = f"{architecture.prefix}Attention"
-    return next((row for (_, kind, _), row in FAMILIES.items() if kind == wanted), None)
+    wanted = {f"{architecture.prefix}{part}Attention" for part in ("", "Text")}
+    return next((row for (_, kind, _), row in FAMILIES.items() if kind in wanted), None)

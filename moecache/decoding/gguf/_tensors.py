@@ -85,7 +85,7 @@ def check_tensors(store: GgufStore, facts: Facts) -> None:
 
 def _is_computed(facts: Facts, name: str) -> bool:
     """Return whether a tensor's numbers follow from what a family's settings say."""
-    return facts.known.is_beside and name in _COMPUTED
+    return facts.family.is_beside and name in _COMPUTED
 
 
 def _is_behind(name: str, num_layers: int) -> bool:
@@ -165,7 +165,7 @@ def _attention(facts: Facts, block: int) -> Wanted:
         is_each = facts.known.head_norms == "each"
         yield f"{at}.attn_q_norm.weight", (width if is_each else heads,)
         yield f"{at}.attn_k_norm.weight", (width if is_each else keys,)
-    if facts.known.is_beside:
+    if facts.family.is_beside:
         for name in BESIDE_NORMS:
             yield f"{at}.{name}.weight", (hidden,)
         yield f"{at}.layer_output_scale.weight", (1,)
@@ -224,7 +224,7 @@ def _experts(facts: Facts, at: str, found: Shapes) -> Wanted:
     hidden, count = facts.hidden_size, facts.num_experts
     has_bias = facts.known.has_expert_biases
     yield from _linear(f"{at}.ffn_gate_inp", count, hidden, has_bias=has_bias)
-    if facts.known.is_beside:
+    if facts.family.is_beside:
         yield f"{at}.ffn_gate_inp.scale", (hidden,)
         yield f"{at}.ffn_down_exps.scale", (count,)
     correction = correction_of(found, at)

@@ -76,7 +76,7 @@ class FileModel:
             raise NoTextModelError(f"architecture {store.architecture!r} runs with torch")
         said = Metadata(store.metadata, store.tensor_shapes)
         architecture = known.find(said)
-        family = known.family or family_of(architecture)
+        family = family_of(architecture)
         if family is None:
             raise NoTextModelError(f"{architecture.prefix} runs with torch")
         self.settings: Mapping[str, Any] = architecture.settings(said)
@@ -135,7 +135,7 @@ class FileModel:
         latents = facts.num_heads * sum(facts.held(0)) if facts.rank is not None else 0
         if facts.linear is not None:
             heads = max(heads, facts.linear.channels + 2 * facts.linear.values)
-        has_dense = facts.is_dense(0) or facts.known.is_beside
+        has_dense = facts.is_dense(0) or facts.family.is_beside
         dense = max(facts.shared_width, facts.dense_width if has_dense else 0)
         # Rows of experts and their inputs; queries, keys, values and what is made of them; the
         # shared expert's; hidden states; and what of all that is converted.
@@ -199,7 +199,7 @@ class FileModel:
         else:
             number, kernel = kernel_of(block)
             experts, router = kernel.experts, self._router(trunk, at)
-            if facts.known.is_beside:
+            if facts.family.is_beside:
                 forward = _feed_forward(trunk, at, "", activation=self.gate["activation"])
             elif facts.shared_width:
                 has_weight = facts.family.shared_weight is not None
@@ -213,7 +213,7 @@ class FileModel:
             experts,
             number,
             float(self.settings.get("residual_multiplier", 1.0)),
-            **(self._beside(trunk, at) if facts.known.is_beside else {}),
+            **(self._beside(trunk, at) if facts.family.is_beside else {}),
         )
 
     def _beside(self, trunk: Trunk, at: str) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class FileModel:
             floor=facts.floor,
             scale=facts.experts_scale,
             expert_scales=trunk.numbers(f"{at}.ffn_down_exps.scale")
-            if facts.known.is_beside
+            if facts.family.is_beside
             else None,
         )
 
@@ -303,7 +303,7 @@ class FileModel:
             rotation=Rotation(heads.turned, self._pairs, heads.first_angle),
             query_norm=query,
             key_norm=key,
-            value_norm=self._plain_norm(heads.value_width) if facts.known.is_beside else None,
+            value_norm=self._plain_norm(heads.value_width) if facts.family.is_beside else None,
             has_late_norms=family.has_late_norms,
             clip=None if family.clip is None else self.settings.get(family.clip),
             sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),

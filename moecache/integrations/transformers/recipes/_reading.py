@@ -10,28 +10,19 @@ from torch import nn
 
 from moecache.decoding.embedding import Embed
 from moecache.decoding.families import FAMILIES, Family
-from moecache.decoding.recipe import (
-    Attention,
-    LatentAttention,
-    Layer,
-    Linear,
-    LinearAttention,
-    Recipe,
-    Rotation,
-    Router,
-)
-from moecache.integrations.transformers._places import STATIC_ROTARY
+from moecache.decoding.recipe import Beside, Layer, Linear, Norm, Recipe, Router
+from moecache.integrations.transformers.recipes._attending import AttentionReader
 from moecache.integrations.transformers.recipes._embedding import embedding_of
 from moecache.integrations.transformers.recipes._parts import (
     NoRecipeError,
     UnknownFamilyError,
     Weights,
 )
+from moecache.integrations.transformers.recipes._rotary import Turns, turns_of
 from moecache.kernels import SlotKernel
 
 __all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
-_CHUNKED = "chunked_attention"
 # Settings that say what positions a layer sees.
 _SEEN = ("layer_types", "sliding_window", "attention_chunk_size")
 # Of every layer.
@@ -52,7 +43,7 @@ class Reading:
     weights : Weights
     embed : callable
         Writes hidden states of tokens.
-    rotary : Module
+    rotary : Module, or callable as one
         Makes angles of positions.
     rotary_width : int
         Numbers of a head that these angles turn.
@@ -61,7 +52,7 @@ class Reading:
     recipe: Recipe
     weights: Weights
     embed: Embed
-    rotary: nn.Module
+    rotary: Callable[..., Any]
     rotary_width: int
 
 
@@ -101,15 +92,9 @@ def read_recipe(
     weights.holds(model)
     for module in (inner, inner.layers, inner.embed_tokens, inner.rotary_emb):
         weights.uses(module)
-    frequencies = getattr(inner.rotary_emb, "inv_freq", None)
-    if frequencies is None or len(inner.layers) != inner.config.num_hidden_layers:
-        raise UnknownFamilyError(
-            "its positions are no rotary ones, or not all of its layers are run"
-        )
-    if getattr(inner.rotary_emb, "rope_type", None) in STATIC_ROTARY:
-        # Others change theirs as texts grow, and are asked for every token.
-        weights.watched(inner.rotary_emb, "inv_freq")
-        weights.number(inner.rotary_emb, "attention_scaling")
+    turns = turns_of(inner.rotary_emb, weights)
+    if len(inner.layers) != inner.config.num_hidden_layers:
+        raise UnknownFamilyError("not all of its layers are run")
     found = {
         id(model.get_submodule(path)): (*kernel, num_router_hooks.get(path, 0))
         for path, kernel in kernels.items()
@@ -121,7 +106,7 @@ def read_recipe(
     families = [_family_of(layer, found) for layer in inner.layers]
     if not families or any(family != families[0] for family in families):
         raise UnknownFamilyError("its layers are not of one family")
-    reader = _Reader(weights, families[0], 2 * frequencies.numel(), found)
+    reader = _Reader(weights, families[0], turns, found)
     family, config = families[0], inner.config
     for name in _SEEN:
         if hasattr(config, name):
@@ -137,9 +122,10 @@ def read_recipe(
         weights.linear(model, "lm_head"),
         float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
         float(weights.number(config, family.logits)) if family.logits else 1.0,
+        weights.number(config, family.cap) if family.cap else None,
     )
     embed = embedding_of(inner.embed_tokens, weights)
-    return Reading(recipe, weights, embed, inner.rotary_emb, reader.rotary_width)
+    return Reading(recipe, weights, embed, turns.module, turns.width)
 
 
 def _attending(layer: Any) -> Any:
@@ -156,6 +142,11 @@ def _attending(layer: Any) -> Any:
     raise UnknownFamilyError(f"{type(layer).__name__} has no self_attn")
 
 
+def _block(layer: Any, family: Family) -> Any:
+    """Return what has a layer's experts: a module of it, or itself."""
+    return getattr(layer, family.block, None) if family.block else layer
+
+
 def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:
     attention = _attending(layer)
     place = type(attention).__module__.split(".")
@@ -164,7 +155,7 @@ def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:
         is_linear = family.linear is not None and kind == attending.replace(*_LINEAR)
         if place[:3] != ["transformers", "models", name] or not (is_linear or kind == attending):
             continue
-        block = getattr(layer, family.block, None)
+        block = _block(layer, family)
         has_experts = id(getattr(block, "experts", None)) in kernels
         if block is not None and (not has_experts or type(block).__name__ == routing):
             return family
@@ -185,7 +176,7 @@ class _Reader:
     ----------
     weights : Weights
     family : Family
-    rotary_width : int
+    turns : Turns
     kernels : mapping of int to (int, SlotKernel, int)
         By identity of the experts module: its layer in the runtime, its kernel, hooks of our own.
     """
@@ -194,25 +185,23 @@ class _Reader:
         self,
         weights: Weights,
         family: Family,
-        rotary_width: int,
+        turns: Turns,
         kernels: Mapping[int, tuple[int, SlotKernel, int]],
     ) -> None:
         self._weights, self._family, self._kernels = weights, family, kernels
-        self.rotary_width = rotary_width
+        self._attending = AttentionReader(weights, family, turns)
 
     def layer(self, index: int, layer: Any) -> Layer:
         """Return the recipe of a decoder layer."""
         weights, family = self._weights, self._family
-        attention, block = _attending(layer), getattr(layer, family.block)
+        attention, block = _attending(layer), _block(layer, family)
         for module in (layer, attention):
             weights.uses(module)
-        read: Callable[[int, Any], Attention | LatentAttention | LinearAttention]
-        read = self._latents if family.is_latent else self._attention
-        if family.linear is not None and hasattr(layer, family.linear):
-            read = self._linear
+        if family.is_beside:
+            return self._beside(index, layer)
         made = Layer(
             weights.norm(layer.input_layernorm, adds_one=family.adds_one),
-            read(index, attention),
+            self._attending.read(index, layer),
             weights.norm(layer.post_attention_layernorm, adds_one=family.adds_one),
             scale=float(weights.number(layer, family.residual)) if family.residual else 1.0,
         )
@@ -235,113 +224,47 @@ class _Reader:
             number=number,
         )
 
-    def _attention(self, index: int, module: Any) -> Attention:
-        weights, family, config = self._weights, self._family, module.config
-        norms = [
-            weights.norm(getattr(module, name), module.head_dim, adds_one=family.adds_one)
-            if isinstance(getattr(module, name, None), nn.Module)
-            else None
-            for name in family.norms
-        ]
-        query, key, value = (weights.linear(module, f"{name}_proj") for name in "qkv")
-        num_kv_heads, width = config.num_key_value_heads, module.head_dim
-        return Attention(
-            query,
-            key,
-            value,
-            weights.linear(module, "o_proj"),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=num_kv_heads,
-            width=width,
-            value_width=value.matrix.rows // num_kv_heads,
-            scale=weights.number(module, "scaling"),
-            rotation=Rotation(self._turned(module, index), family.pairs),
-            query_norm=norms[0],
-            key_norm=norms[1],
-            has_late_norms=family.has_late_norms,
-            clip=None if family.clip is None else weights.number(config, family.clip),
-            sinks=None if family.sinks is None else weights.floats(module, family.sinks),
-            window=_window(config, index),
-            is_chunked=_kind(config, index) == _CHUNKED,
-            temperature=self._temperature(module),
-            is_gated=family.is_gated,
-        )
-
-    def _linear(self, _: int, module: Any) -> LinearAttention:
+    def _beside(self, index: int, layer: Any) -> Layer:
+        """Return a layer that has a feed-forward beside its experts, each with norms of its own."""
         weights = self._weights
-        weights.uses(module.conv1d)
-        if module.conv1d.bias is not None or module.activation != "silu":
-            raise UnknownFamilyError("its convolution has a bias, or another activation")
-        weights.watched(module.conv1d, "weight")
-        conv = weights.floats(module.conv1d, "weight")[:, 0].T
-        for name in ("A_log", "dt_bias"):
-            weights.watched(module, name)
-        is_grouped = hasattr(module, "in_proj_qkvz")
-        names = ("in_proj_qkvz", "in_proj_ba") if is_grouped else ("in_proj_qkv", "in_proj_b")
-        mixed, shares = (weights.linear(module, name) for name in names)
-        gates, decays = (
-            None if is_grouped else weights.linear(module, name)
-            for name in ("in_proj_z", "in_proj_a")
-        )
-        return LinearAttention(
-            mixed,
-            gates,
-            decays,
-            shares,
-            np.ascontiguousarray(conv),
-            -module.A_log.detach().float().exp().numpy(),
-            weights.floats(module, "dt_bias"),
-            weights.norm(module.norm),
-            weights.linear(module, "out_proj"),
-            num_keys=module.num_k_heads,
-            num_heads=module.num_v_heads,
-            width=module.head_k_dim,
-            value_width=module.head_v_dim,
-        )
-
-    def _temperature(self, module: Any) -> tuple[float, float] | None:
-        """Return (floor, scale) of a layer without rotation, if its family has them."""
-        is_set = hasattr(module, "attn_temperature_tuning")
-        if not (is_set and self._weights.number(module, "attn_temperature_tuning")):
-            return None
-        if module.use_rope:
-            return None
-        floor, scale = (self._weights.number(module, f"{name}_scale") for name in ("floor", "attn"))
-        return float(floor), float(scale)
-
-    def _turned(self, module: Any, index: int) -> int:
-        """Return how many numbers of a layer's heads are turned."""
-        config = module.config
-        if hasattr(module, "use_rope") and not self._weights.number(module, "use_rope"):
-            return 0
-        is_whole = self._family.turns_windows and _window(config, index) is None
-        return 0 if is_whole and config.sliding_window is not None else self.rotary_width
-
-    def _latents(self, index: int, module: Any) -> LatentAttention:
-        weights, config = self._weights, module.config
-        if _window(config, index) is not None:
-            raise UnknownFamilyError("its latent attention has a window")
-        has_low = module.q_lora_rank is not None
-        weights.uses(module.kv_b_proj)
-        if not weights.is_plain(module.kv_b_proj):
-            raise NoRecipeError('its kv_b_proj stays quantized: trunk="bf16" has a recipe')
-        expand = weights.values(module.kv_b_proj, "weight")
-        heads, pairs = config.num_attention_heads, self._family.pairs
-        if hasattr(config, "rope_interleave"):
-            pairs = "neighbours to halves" if config.rope_interleave else "halves"
-        return LatentAttention(
-            weights.linear(module, "q_b_proj" if has_low else "q_proj"),
-            weights.linear(module, "kv_a_proj_with_mqa"),
-            weights.norm(module.kv_a_layernorm),
-            expand.reshape(heads, -1, expand.shape[1]),
-            weights.linear(module, "o_proj"),
-            num_heads=heads,
-            width=module.qk_nope_head_dim,
-            value_width=module.v_head_dim,
-            scale=weights.number(module, "scaling"),
-            rotation=Rotation(module.qk_rope_head_dim, pairs),
-            low=weights.linear(module, "q_a_proj") if has_low else None,
-            low_norm=weights.norm(module.q_a_layernorm) if has_low else None,
+        if getattr(layer, "hidden_size_per_layer_input", 0):
+            raise UnknownFamilyError("its layers have inputs of their own")
+        kernel = self._kernels.get(id(getattr(layer, "experts", None)))
+        if kernel is None:
+            raise UnknownFamilyError("not all of its layers have experts")
+        number, computing, num_hooks = kernel
+        weights.uses(layer.experts)
+        router = layer.router
+        weights.uses(router, num_hooks)
+        weights.uses(router.norm)
+        weights.watched(router, "scale")
+        weights.watched(layer, "layer_scalar")
+        scale = np.float32(weights.number(router, "scalar_root_size"))
+        scaled = Norm(weights.floats(router, "scale") * scale, weights.number(router, "eps"))
+        config = router.config
+        return Layer(
+            weights.norm(layer.input_layernorm),
+            self._attending.read(index, layer),
+            weights.norm(layer.pre_feedforward_layernorm),
+            weights.feed_forward(layer.mlp),
+            Router(
+                weights.linear(router, "proj"),
+                weights.number(config, "top_k_experts"),
+                self._family.scores,
+                is_normalized=True,
+                expert_scales=weights.floats(router, "per_expert_scale"),
+            ),
+            computing.experts,
+            number,
+            attention_out=weights.norm(layer.post_attention_layernorm),
+            forward_out=weights.norm(layer.post_feedforward_layernorm),
+            beside=Beside(
+                scaled,
+                weights.norm(layer.pre_feedforward_layernorm_2),
+                weights.norm(layer.post_feedforward_layernorm_1),
+                weights.norm(layer.post_feedforward_layernorm_2),
+            ),
+            factor=float(weights.floats(layer, "layer_scalar")[0]),
         )
 
     def _router(self, block: Any, num_hooks: int) -> Router:
@@ -383,23 +306,3 @@ class _Reader:
             jitter=number("router_jitter_noise") if hasattr(module, "router_jitter_noise") else 0.0,
             scales_input=family.scales_input,
         )
-
-
-def _window(config: Any, index: int) -> int | None:
-    """Return how many positions a layer's tokens see; `None` if it is all of them."""
-    kind = _kind(config, index)
-    window = getattr(config, "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None)
-    if kind in (None, "sliding_attention", _CHUNKED):
-        if window is None and kind is None:
-            return None
-        if not isinstance(window, int) or window < 2:
-            raise UnknownFamilyError(f"a layer has a window of {window}")
-        return window
-    if kind != "full_attention":
-        raise UnknownFamilyError(f"a layer has {kind}")
-    return None
-
-
-def _kind(config: Any, index: int) -> str | None:
-    kinds = getattr(config, "layer_types", None)
-    return None if kinds is None else str(kinds[index])

@@ -1,0 +1,183 @@
+"""Reading the attention of a model's layers, of each kind."""
+
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from moecache.decoding.families import Family
+from moecache.decoding.recipe import Attention, LatentAttention, LinearAttention, Norm, Rotation
+from moecache.integrations.transformers.recipes._parts import (
+    NoRecipeError,
+    UnknownFamilyError,
+    Weights,
+)
+from moecache.integrations.transformers.recipes._rotary import Turns
+
+_CHUNKED = "chunked_attention"
+
+
+class AttentionReader:
+    """Reads the attention of layers of one family.
+
+    Parameters
+    ----------
+    weights : Weights
+    family : Family
+    turns : Turns
+    """
+
+    def __init__(self, weights: Weights, family: Family, turns: Turns) -> None:
+        self._weights, self._family, self._turns = weights, family, turns
+
+    def read(self, index: int, layer: Any) -> Attention | LatentAttention | LinearAttention:
+        """Return the recipe of a layer's attention."""
+        family = self._family
+        if family.linear is not None and hasattr(layer, family.linear):
+            return self._linear(getattr(layer, family.linear))
+        if family.is_latent:
+            return self._latents(index, layer.self_attn)
+        return self._attention(index, layer.self_attn)
+
+    def _attention(self, index: int, module: Any) -> Attention:
+        weights, family, config = self._weights, self._family, module.config
+        norms = [
+            weights.norm(getattr(module, name), module.head_dim, adds_one=family.adds_one)
+            if isinstance(getattr(module, name, None), nn.Module)
+            else None
+            for name in family.norms
+        ]
+        if getattr(module, "is_kv_shared_layer", False):
+            raise UnknownFamilyError("layers share their keys")
+        # Without a matrix values are the keys' own products.
+        query, key = (weights.linear(module, name) for name in ("q_proj", "k_proj"))
+        value = None if module.v_proj is None else weights.linear(module, "v_proj")
+        width = module.head_dim
+        num_kv_heads = key.matrix.rows // width
+        turned, first = self._turned(module, index)
+        return Attention(
+            query,
+            key,
+            value,
+            weights.linear(module, "o_proj"),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=num_kv_heads,
+            width=width,
+            value_width=width if value is None else value.matrix.rows // num_kv_heads,
+            scale=weights.number(module, "scaling"),
+            rotation=Rotation(turned, family.pairs, first),
+            query_norm=norms[0],
+            key_norm=norms[1],
+            value_norm=self._plain_norm(module.v_norm, width) if family.is_beside else None,
+            has_late_norms=family.has_late_norms,
+            clip=None if family.clip is None else weights.number(config, family.clip),
+            sinks=None if family.sinks is None else weights.floats(module, family.sinks),
+            window=_window(config, index),
+            is_chunked=_kind(config, index) == _CHUNKED,
+            temperature=self._temperature(module),
+            is_gated=family.is_gated,
+        )
+
+    def _linear(self, module: Any) -> LinearAttention:
+        weights = self._weights
+        weights.uses(module.conv1d)
+        if module.conv1d.bias is not None or module.activation != "silu":
+            raise UnknownFamilyError("its convolution has a bias, or another activation")
+        weights.watched(module.conv1d, "weight")
+        conv = weights.floats(module.conv1d, "weight")[:, 0].T
+        for name in ("A_log", "dt_bias"):
+            weights.watched(module, name)
+        is_grouped = hasattr(module, "in_proj_qkvz")
+        names = ("in_proj_qkvz", "in_proj_ba") if is_grouped else ("in_proj_qkv", "in_proj_b")
+        mixed, shares = (weights.linear(module, name) for name in names)
+        gates, decays = (
+            None if is_grouped else weights.linear(module, name)
+            for name in ("in_proj_z", "in_proj_a")
+        )
+        return LinearAttention(
+            mixed,
+            gates,
+            decays,
+            shares,
+            np.ascontiguousarray(conv),
+            -module.A_log.detach().float().exp().numpy(),
+            weights.floats(module, "dt_bias"),
+            weights.norm(module.norm),
+            weights.linear(module, "out_proj"),
+            num_keys=module.num_k_heads,
+            num_heads=module.num_v_heads,
+            width=module.head_k_dim,
+            value_width=module.head_v_dim,
+        )
+
+    def _temperature(self, module: Any) -> tuple[float, float] | None:
+        """Return (floor, scale) of a layer without rotation, if its family has them."""
+        is_set = hasattr(module, "attn_temperature_tuning")
+        if not (is_set and self._weights.number(module, "attn_temperature_tuning")):
+            return None
+        if module.use_rope:
+            return None
+        floor, scale = (self._weights.number(module, f"{name}_scale") for name in ("floor", "attn"))
+        return float(floor), float(scale)
+
+    def _plain_norm(self, module: Any, width: int) -> Norm:
+        """Return a norm that has no weights."""
+        self._weights.uses(module)
+        return Norm(np.ones(width, np.float32), self._weights.number(module, "eps"))
+
+    def _turned(self, module: Any, index: int) -> tuple[int, int]:
+        """Return how many numbers of a layer's heads are turned, and by which angles."""
+        config = module.config
+        if hasattr(module, "use_rope") and not self._weights.number(module, "use_rope"):
+            return 0, 0
+        is_whole = self._family.turns_windows and _window(config, index) is None
+        if is_whole and config.sliding_window is not None:
+            return 0, 0
+        return self._turns.of(_kind(config, index))
+
+    def _latents(self, index: int, module: Any) -> LatentAttention:
+        weights, config = self._weights, module.config
+        if _window(config, index) is not None:
+            raise UnknownFamilyError("its latent attention has a window")
+        has_low = module.q_lora_rank is not None
+        weights.uses(module.kv_b_proj)
+        if not weights.is_plain(module.kv_b_proj):
+            raise NoRecipeError('its kv_b_proj stays quantized: trunk="bf16" has a recipe')
+        expand = weights.values(module.kv_b_proj, "weight")
+        heads, pairs = config.num_attention_heads, self._family.pairs
+        if hasattr(config, "rope_interleave"):
+            pairs = "neighbours to halves" if config.rope_interleave else "halves"
+        return LatentAttention(
+            weights.linear(module, "q_b_proj" if has_low else "q_proj"),
+            weights.linear(module, "kv_a_proj_with_mqa"),
+            weights.norm(module.kv_a_layernorm),
+            expand.reshape(heads, -1, expand.shape[1]),
+            weights.linear(module, "o_proj"),
+            num_heads=heads,
+            width=module.qk_nope_head_dim,
+            value_width=module.v_head_dim,
+            scale=weights.number(module, "scaling"),
+            rotation=Rotation(module.qk_rope_head_dim, pairs),
+            low=weights.linear(module, "q_a_proj") if has_low else None,
+            low_norm=weights.norm(module.q_a_layernorm) if has_low else None,
+        )
+
+
+def _window(config: Any, index: int) -> int | None:
+    """Return how many positions a layer's tokens see; `None` if it is all of them."""
+    kind = _kind(config, index)
+    window = getattr(config, "attention_chunk_size" if kind == _CHUNKED else "sliding_window", None)
+    if kind in (None, "sliding_attention", _CHUNKED):
+        if window is None and kind is None:
+            return None
+        if not isinstance(window, int) or window < 2:
+            raise UnknownFamilyError(f"a layer has a window of {window}")
+        return window
+    if kind != "full_attention":
+        raise UnknownFamilyError(f"a layer has {kind}")
+    return None
+
+
+def _kind(config: Any, index: int) -> str | None:
+    kinds = getattr(config, "layer_types", None)
+    return None if kinds is None else str(kinds[index])

@@ -290,16 +290,17 @@ def recipe_of(kind: str) -> Recipe:
     return Recipe(HIDDEN, (layer, layer), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
 
 
-def states_of(a: LinearAttention, batch: int) -> States:
+def states_of(a: LinearAttention, batch: int, dtype: str = "f32") -> States:
     """Return what is held of no tokens, channel by channel, written over in place."""
     rows, channels = len(a.conv) - 1, a.conv.shape[1]
-    seen = np.zeros((batch, channels, rows), np.float32)
+    seen = np.zeros((batch, channels, rows), np.float32 if dtype == "f32" else np.uint16)
     states = np.zeros((batch, a.num_heads, a.width, a.value_width), np.float32)
-    places, steps = (seen.ctypes.data,) * 2, (4 * channels * rows, 4, 4 * rows)
+    size = seen.itemsize
+    places, steps = (seen.ctypes.data,) * 2, (size * channels * rows, size, size * rows)
     return States(
         *places,
         0,
-        "f32",
+        dtype,
         (batch, rows, channels),
         steps,
         states.ctypes.data,
@@ -341,6 +342,21 @@ def call(program: Any, pages: list[Any], embeddings: np.ndarray, length: int) ->
     assert program.run() == -1
     found: np.ndarray = program.logits_of(each)
     return found
+
+
+@pytest.mark.parametrize("cut", [1, 3, 9])
+def test_rows_of_a_convolution_are_what_a_cache_would_keep(cut: int) -> None:
+    """In bfloat16: a token's bits depend on no cut."""
+    recipe, num = recipe_of("linear"), 9
+    tokens = np.random.default_rng(3).normal(size=(1, num, HIDDEN)).astype(np.float32)
+    program = Program(recipe, ExpertCache(num_layers=1, num_experts=8, capacity=4))
+    found = []
+    for each in (1, cut):
+        pages: list[Any] = [states_of(layer.attention, 1, "bf16") for layer in recipe.layers]  # type: ignore[arg-type]
+        parts = range(0, num, each)
+        rows = [call(program, pages, tokens[:, i : i + each], i)[0] for i in parts]
+        found.append(np.concatenate(rows))
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -15,6 +15,7 @@ from tests.helpers.gguf_models import write_gguf
 from tests.helpers.gguf_texts import parts_of
 from tests.helpers.pages import num_descriptors
 
+GEMMA = "gemma4 keys as values"
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -82,13 +83,52 @@ def test_what_a_family_has_is_there_and_nothing_else(
     check_refused(tmp_path, name, change, reason)
 
 
-@pytest.mark.parametrize("window", [0.5, 2.0**63])
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("deepseek2 v3", {"deepseek2.expert_used_count": 9}, "9 experts of 2 groups of 4"),
+        ("dots1", {"dots1.expert_group_count": 8}, "3 experts of 1 groups of 1"),
+        ("deepseek2 v3", {"blk.1.attn_v_b.weight": None}, "no tensor blk.1.attn_v_b"),
+        ("deepseek2 v3", {"blk.1.attn_kv_a_norm.weight": None}, "no tensor blk.1.attn_kv_a_norm"),
+        ("ernie4_5-moe", {"blk.0.attn_q.bias": np.zeros(32, np.float32)}, "attn_q.bias is none"),
+        ("qwen35moe", {"blk.0.ssm_dt.bias": None}, "no tensor blk.0.ssm_dt.bias"),
+        ("qwen35moe", {"blk.0.ssm_conv1d.weight": np.zeros((64, 4), np.float32)}, "ssm_conv1d"),
+        ("gemma4", {}, "have inputs of their own"),
+        (GEMMA, {"blk.0.ffn_gate_inp.scale": None}, "no tensor blk.0.ffn_gate_inp.scale"),
+        (GEMMA, {"rope_freqs.weight": np.ones(8, np.float32)}, "has other factors"),
+    ],
+)
+def test_new_families_have_their_own_tensors_and_nothing_else(
+    tmp_path: Path, name: str, change: dict[str, Any], reason: str
+) -> None:
+    """Latents, states, two kinds of layers; a choice that is undefined."""
+    check_refused(tmp_path, name, change, reason)
+
+
+def test_a_correction_is_numbers(tmp_path: Path) -> None:
+    """Torch would choose an expert whose is none."""
+    _, metadata, tensors = parts_of("deepseek2 v3")
+    tensors["blk.1.exp_probs_b.bias"][3] = np.nan
+    write_gguf(tmp_path / "m.gguf", metadata, tensors)
+    with pytest.raises(ConfigError, match="has values that are no numbers"):
+        open_text_model(tmp_path / "m.gguf")
+
+
+def test_factors_of_a_rotation_are_those_of_the_family(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them: a quarter of the pairs is turned."""
+    _, metadata, tensors = parts_of(GEMMA)
+    factors = np.array([1, 1, *[1e30] * 6], np.float32)
+    write_gguf(tmp_path / "m.gguf", metadata, tensors | {"rope_freqs.weight": factors})
+    open_text_model(tmp_path / "m.gguf").close()
+
+
+@pytest.mark.parametrize("window", [0.5, 1.0, 2.0**63])
 def test_a_window_is_some_positions(tmp_path: Path, window: float) -> None:
     """Neither none, nor more than there are."""
     _, metadata, tensors = parts_of("gpt-oss")
     metadata["gpt-oss.attention.sliding_window"] = window
     write_gguf(tmp_path / "m.gguf", metadata, tensors)
-    with pytest.raises(ConfigError, match="sliding_window"):
+    with pytest.raises(ConfigError, match="window"):
         open_text_model(tmp_path / "m.gguf")
 
 

@@ -70,7 +70,9 @@ def test_a_text_goes_on_from_the_last_states_that_are_known(model: TextModel) ->
 def test_states_are_found_by_another_process(model: TextModel, file: Path, tmp_path: Path) -> None:
     """In files."""
     wanted, _ = run_text(model, IDS, 6)
-    for known in (0, 128):
+    # A page that came without states has them where a text of its own has ended there.
+    shorter = [*IDS[:66], 8, 9]
+    for known, short in ((0, 0), (128, 64), (128, 64)):
         with (
             open_text_model(file, "50%") as opened,
             contextlib.closing(
@@ -78,6 +80,8 @@ def test_states_are_found_by_another_process(model: TextModel, file: Path, tmp_p
             ) as prefixes,
         ):
             assert run_text(opened, IDS, 6, prefixes) == (wanted, known)
+            assert run_text(opened, shorter, 2, prefixes)[1] == short
+            assert prefixes.stats().hit_tokens == known + short
 
 
 def test_a_read_that_fails_leaves_the_states_as_they_were(file: Path, tmp_path: Path) -> None:

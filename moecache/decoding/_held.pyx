@@ -63,7 +63,7 @@ cdef class States:
     Attributes
     ----------
     num_saved : int
-        So many of the next call's tokens leave what is saved; 0: nothing is.
+        The states behind so many of the next call's tokens are saved; 0: none are.
     """
 
     def __cinit__(

@@ -10,9 +10,9 @@
 /* Most rows of a convolution, and numbers of a head; rows that go through a head together. */
 enum { MC_MOST_KERNEL = 8, MC_MOST_HEAD = 256, MC_ROWS_TOGETHER = 16 };
 
-/* Rows of a sequence, and what is left of those before them: the last ones that a convolution sees, in the type
- * MC_F32 or MC_BF16, and the heads' states. What they leave may be written over it; what the first `num_saved` of
- * them leave is written to places of its own, too, if there are some. */
+/* Rows of a sequence, and what those before them have left: the last ones, which a convolution sees, in the type
+ * MC_F32 or MC_BF16, and the heads' states. The next ones may be written over these. Behind the first `num_saved`
+ * rows, if it is not 0, both are saved as well. */
 typedef struct {
     int64_t first, num, num_saved;
     const uint8_t *seen;
@@ -36,7 +36,7 @@ typedef struct {
     int norm_type;
     float epsilon;
     const mc_stretch *stretches;
-    const float *mixed;            /* [rows, channels] */
+    float *mixed;                  /* [rows, channels] */
     const float *decays, *shares;  /* [rows, num_heads]: before they are made parts of 1 */
     const float *gates;            /* [rows, num_heads, value_width] */
     float *out;                    /* the same */
@@ -68,6 +68,17 @@ static void mc_see(const mc_linear *l, const mc_stretch *s, int64_t channel, int
                 c->seen[t][i] = mc_bf16_to_float(half);
             }
         }
+    }
+}
+
+/* Rounds the rows of stretches to the type in which the next call will see them. */
+static void mc_round_rows(const mc_linear *l, int64_t num_stretches)
+{
+    for (int64_t n = 0; n < num_stretches; n++) {
+        const mc_stretch *s = &l->stretches[n];
+        float *rows = l->mixed + s->first * mc_num_channels(l);
+        for (int64_t i = 0; s->seen_type == MC_BF16 && i < s->num * mc_num_channels(l); i++)
+            rows[i] = mc_bf16_to_float(mc_float_to_bf16(rows[i]));
     }
 }
 

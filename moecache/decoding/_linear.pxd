@@ -39,10 +39,11 @@ cdef extern from "_linear.h" nogil:
         int norm_type
         float epsilon
         const mc_stretch *stretches
-        const float *mixed
+        float *mixed
         const float *decays
         const float *shares
         const float *gates
         float *out
 
+    void mc_round_rows(const mc_linear *l, int64_t num_stretches)
     void mc_linear_item(void *job, int64_t item)

@@ -41,6 +41,8 @@ _NUMBERS = {dtype: number for number, dtype in _TYPES.items()}
 class PageFiles:
     """Reads and writes pages, a file each; those that were used longest ago go first.
 
+    A page takes the place of one that is smaller: it has states besides.
+
     A file is a line, the BLAKE2b digest of its name and the rest, the number of layers, and for the
     keys and the values of each its type, its shape and its bytes, all numbers little-endian.
     Nothing is read past the size that a file has, and a file that is not what was written under
@@ -124,7 +126,7 @@ class PageFiles:
         `parts` are names of its beginnings; those that are there become links to it.
         """
         path = self._directory / (name + _SUFFIX)
-        if path.exists():
+        if _num_bytes(path) >= _fewest_bytes(page):
             return
         body = [len(page).to_bytes(4, "little")]
         for array in (part for layer in page for part in layer):
@@ -135,8 +137,9 @@ class PageFiles:
         with self._lock, suppress(OSError):
             # Others may have read, written and removed meanwhile.
             self._look()
-            if size > self._max_bytes or path.name in self._sizes:
+            if size > self._max_bytes or _num_bytes(path) >= size:
                 return
+            self._remove(path.name)  # it has fewer layers: states are new
             self._make_room(size)
         try:
             with whole_file(path, None) as file:
@@ -193,6 +196,19 @@ class PageFiles:
         self.nbytes -= self._sizes.pop(name, 0)
         with suppress(OSError):
             (self._directory / name).unlink()
+
+
+def _fewest_bytes(page: tuple[tuple[np.ndarray, np.ndarray], ...]) -> int:
+    """Return what the arrays of a page take."""
+    return sum(part.nbytes for layer in page for part in layer)
+
+
+def _num_bytes(path: Path) -> float:
+    """Return the bytes of a page's file; infinite if it leads to a longer page, 0 without one."""
+    with suppress(OSError), path.open("rb") as file:
+        is_link = file.read(len(_LINK_LINE)) == _LINK_LINE
+        return float("inf") if is_link else os.fstat(file.fileno()).st_size
+    return 0
 
 
 def _digest(name: str, *parts: bytes | memoryview) -> bytes:

@@ -14,6 +14,7 @@ from moecache.decoding._linear cimport (
     MC_MOST_KERNEL,
     mc_linear,
     mc_linear_item,
+    mc_round_rows,
     mc_stretch,
 )
 from moecache.decoding._steps cimport (
@@ -428,6 +429,9 @@ cdef class Program:
             or experts.experts.up[0].first.columns != hidden
             or not 1 <= router.num_kept_groups <= router.num_groups <= 64
             or layer.choice.num_experts % router.num_groups
+            or (router.num_kept_groups < router.num_groups
+                and router.top_k * router.num_groups
+                > router.num_kept_groups * layer.choice.num_experts)
             or not 1 <= router.num_best <= 2
             or (router.num_groups > 1
                 and layer.choice.num_experts < router.num_best * router.num_groups)
@@ -685,7 +689,7 @@ cdef class Program:
 
         Parameters
         ----------
-        pages : list of KeyValues
+        pages : list of KeyValues or States
             One for each layer, with room for the new tokens.
         length : int
             Positions that are there, of each sequence.
@@ -723,7 +727,7 @@ cdef class Program:
 
         Parameters
         ----------
-        caches : list of list of KeyValues
+        caches : list of list of KeyValues or States
             Of each sequence one for each layer, of a batch of 1, with room for the new tokens.
         lengths : ndarray of int64, shape [num_sequences]
             Positions that are there, of each sequence.
@@ -1257,6 +1261,7 @@ cdef class Program:
         job.stretches = self.stretches + self.at * self.max_rows
         job.gates, job.out = self.gates, self.mixed
         job.decays, job.shares = self.keys, self.values
+        mc_round_rows(&job, self.num_stretches)
         # A state is read twice for a row, and written.
         run_items(
             mc_linear_item, &job, self.num_stretches * layer.num_keys,

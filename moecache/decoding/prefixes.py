@@ -74,6 +74,8 @@ class PrefixCache:
         Of memory.
     part_tokens : int, optional
         A divisor of `page_tokens`, which it is by default.
+    num_plain : int, optional
+        Layers of pages that have no states, if a text goes on only behind a page that has some.
     directory : Path, optional
         Where pages are written to as well; made if it is not there.
     max_disk_bytes : int, default 0
@@ -92,12 +94,14 @@ class PrefixCache:
         max_bytes: int,
         *,
         part_tokens: int | None = None,
+        num_plain: int | None = None,
         directory: Path | None = None,
         max_disk_bytes: int = 0,
     ) -> None:
         self.page_tokens = page_tokens
         self.part_tokens = part_tokens or page_tokens
         self.max_bytes = max_bytes
+        self._num_plain = num_plain
         self._root = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
         self._files = None if directory is None else PageFiles(directory, max_disk_bytes)
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
@@ -130,6 +134,8 @@ class PrefixCache:
             if page is None:
                 break
             found.append(page)
+        while self._num_plain is not None and found and len(found[-1]) <= self._num_plain:
+            found.pop()
         del names[len(found) :]
         if in_parts:
             begin = len(found) * self.page_tokens

@@ -52,16 +52,4 @@ static void LEVEL(delta)(const mc_delta *d)
     if (c < d->value_width)
         LEVEL(delta_few)(d, c, 1, d->value_width - c);
 }
-
-/* x = x * sigmoid(gate); `num` is a multiple of 16. */
-static void LEVEL(gate)(float *x, const float *gate, int64_t num)
-{
-    for (int64_t i = 0; i < num; i += LANES) {
-        vf g, value;
-        memcpy(&g, gate + i, sizeof g);
-        memcpy(&value, x + i, sizeof value);
-        value = value / (1.0f + LEVEL(exp)(-g));
-        memcpy(x + i, &value, sizeof value);
-    }
-}
 #undef COLUMNS

@@ -148,6 +148,18 @@ static void LEVEL(activate)(float *gate, const float *up, int64_t num, const mc_
     }
 }
 
+/* x = x * sigmoid(gate); `num` is a multiple of 16. */
+static void LEVEL(gate)(float *x, const float *gate, int64_t num)
+{
+    for (int64_t i = 0; i < num; i += LANES) {
+        vf g, value;
+        memcpy(&g, gate + i, sizeof g);
+        memcpy(&value, x + i, sizeof value);
+        value = value / (1.0f + LEVEL(exp)(-g));
+        memcpy(x + i, &value, sizeof value);
+    }
+}
+
 /* Reads all whole 256 bytes and does nothing else: its speed is the limit of a product's. */
 static uint32_t LEVEL(read)(const uint8_t *at, int64_t num)
 {

@@ -13,7 +13,7 @@ _NORM_MIN = 1e-12
 
 
 _FULL = "full_attention"
-_TOP_K = ("num_experts_per_tok", "top_k_experts")
+_MISSING: Any = object()
 
 
 class Heads(NamedTuple):
@@ -30,7 +30,7 @@ class Heads(NamedTuple):
     first_angle: int
 
 
-class Linear(NamedTuple):
+class LinearSizes(NamedTuple):
     """Sizes of a layer of linear attention, as `LinearAttention` has them."""
 
     num_keys: int
@@ -75,7 +75,7 @@ class Facts:
         Numbers of a latent that keys and values are made of.
     low_rank : int or None
         Numbers that queries are made of, if there are some between.
-    linear : Linear or None
+    linear : LinearSizes or None
         Sizes of layers of linear attention, if there are such layers.
     """
 
@@ -86,16 +86,17 @@ class Facts:
         self.num_layers: int = settings["num_hidden_layers"]
         self.context: int = settings["max_position_embeddings"]
         self.num_heads: int = settings["num_attention_heads"]
-        self.top_k: int = next(settings[key] for key in _TOP_K if key in settings)
-        counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        self.num_experts: int = next(settings[key] for key in counts if key in settings)
+        self.top_k: int = self._first("num_experts_per_tok", "top_k_experts")
+        self.num_experts: int = self._first(
+            "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+        )
         self.rank: int | None = settings.get("kv_lora_rank")
         self.low_rank: int | None = settings.get("q_lora_rank")
-        self.linear: Linear | None = None
+        self.linear: LinearSizes | None = None
         if family.linear is not None:
             names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
             sizes = [settings[f"linear_{name}"] for name in (*names, "conv_kernel_dim")]
-            self.linear = Linear._make(sizes)
+            self.linear = LinearSizes._make(sizes)
         # Rotations, by the kind of layer, or of all of them.
         rope = settings["rope_parameters"]
         self.ropes: Mapping[str, Mapping[str, Any]] = (
@@ -137,7 +138,7 @@ class Facts:
     @property
     def is_biased(self) -> bool:
         """Whether queries, keys and values have biases."""
-        return any(self.settings.get(key) for key in ("attention_bias", "qkv_bias", "use_bias"))
+        return any(self.settings.get(key) for key in ("attention_bias", "qkv_bias"))
 
     @property
     def has_head_norms(self) -> bool:
@@ -147,8 +148,7 @@ class Facts:
     @property
     def expert_width(self) -> int:
         """Rows of an expert's gate."""
-        names = ("moe_intermediate_size", "intermediate_size")
-        return int(next(self.settings[name] for name in names if name in self.settings))
+        return int(self._first("moe_intermediate_size", "intermediate_size"))
 
     @property
     def dense_width(self) -> int:
@@ -162,14 +162,13 @@ class Facts:
         if self.family.shared is None:
             return 0
         counts = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
-        for key in counts:
-            if key in self.settings:
-                return int(self.settings[key] * self.expert_width)
-        return int(self.settings.get("shared_expert_intermediate_size", self.expert_width))
+        usual = self.settings.get("shared_expert_intermediate_size", self.expert_width)
+        count = self._first(*counts, usual=None)
+        return int(usual if count is None else count * self.expert_width)
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups of experts, and of how many of them a token has its own."""
+        """Groups of experts, and of how many groups a token uses experts."""
         said = self.settings
         if not self.family.has_groups or said.get("topk_method") == "greedy":
             return 1, 1
@@ -189,8 +188,7 @@ class Facts:
     @property
     def experts_scale(self) -> float:
         """What multiplies experts' weights."""
-        names = ("routed_scaling_factor", "router_scaling_factor")
-        return float(next((self.settings[key] for key in names if key in self.settings), 1.0))
+        return float(self._first("routed_scaling_factor", "router_scaling_factor", usual=1.0))
 
     def has_values(self, block: int) -> bool:
         """Return whether a layer's values are not its keys'."""
@@ -216,6 +214,11 @@ class Facts:
         """Return how many positions a layer's tokens see; `None` if it is all of them."""
         sees_all = self._kind(block) == _FULL
         return None if sees_all else self.settings.get("sliding_window")
+
+    def _first(self, *names: str, usual: Any = _MISSING) -> Any:
+        """Return the setting that goes by one of some names."""
+        found = (self.settings[name] for name in names if name in self.settings)
+        return next(found) if usual is _MISSING else next(found, usual)
 
     def _heads_of(self, kind: str) -> Heads:
         said, rope = self.settings, self.ropes[kind]

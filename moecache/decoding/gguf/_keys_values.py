@@ -26,6 +26,8 @@ class TextCache:
     ----------
     length : int
         Positions that are there.
+    sizes : tuple of (int, int, int)
+        What was given as `held`.
     """
 
     _kind, _dtype = "bf16", np.dtype(np.uint16)
@@ -37,7 +39,7 @@ class TextCache:
     ) -> None:
         self.length = 0
         self.name = name
-        self._sizes = tuple(held)
+        self.sizes = tuple(held)
         self._capacity = 0
         # Of each layer, [heads, capacity, width] each.
         self._parts = self._allocated(0)
@@ -63,9 +65,9 @@ class TextCache:
     def fits(self, page: Page) -> bool:
         """Return whether a page is of such keys and values."""
         num = num_positions(page)
-        return len(page) == len(self._sizes) and all(
+        return len(page) == len(self.sizes) and all(
             part.dtype == self._dtype and part.shape == (1, heads, num, width)
-            for layer, (heads, *widths) in zip(page, self._sizes, strict=True)
+            for layer, (heads, *widths) in zip(page, self.sizes, strict=True)
             for part, width in zip(layer, widths, strict=True)
         )
 
@@ -96,7 +98,7 @@ class TextCache:
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
         capacity = self._wanted(num_new)
-        each = sum(heads * (width + value_width) for heads, width, value_width in self._sizes)
+        each = sum(heads * (width + value_width) for heads, width, value_width in self.sizes)
         return each * self._dtype.itemsize * capacity if capacity > self._capacity else 0
 
     def _wanted(self, num_new: int) -> int:
@@ -130,7 +132,7 @@ class TextCache:
 
         One piece of memory, as mapping one waits for whoever touches another.
         """
-        shapes = [(heads, capacity, width) for heads, *both in self._sizes for width in both]
+        shapes = [(heads, capacity, width) for heads, *both in self.sizes for width in both]
         sizes = [math.prod(shape) for shape in shapes]
         parts = np.split(np.zeros(sum(sizes), self._dtype), np.cumsum(sizes)[:-1])
         shaped = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

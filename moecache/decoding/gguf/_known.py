@@ -34,8 +34,7 @@ class Known:
     scale : float, optional
         What multiplies products of queries and keys; by default 1 / sqrt(width).
     is_tiled : bool
-        Whether linear attention's heads of values that share a key are as many apart as there are
-        keys, and not neighbours.
+        As `LinearAttention` has it.
     """
 
     architecture: Architecture | Callable[[Metadata], Architecture]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moecache.decoding._held import KeyValues, States
-from moecache.decoding.gguf._facts import Linear
+from moecache.decoding.gguf._facts import LinearSizes
 from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.prefixes import Page
 from moecache.interrupts import uninterrupted
@@ -26,7 +26,7 @@ class StatesCache(TextCache):
     ----------
     is_linear : sequence of bool
         For each layer whether it holds states.
-    linear : Linear
+    linear : LinearSizes
     held : sequence of (int, int, int)
         Of the other layers, as `TextCache` has it.
     name : int, optional
@@ -35,7 +35,7 @@ class StatesCache(TextCache):
     def __init__(
         self,
         is_linear: Sequence[bool],
-        linear: Linear,
+        linear: LinearSizes,
         held: Sequence[tuple[int, int, int]],
         name: int | None = None,
     ) -> None:
@@ -46,7 +46,7 @@ class StatesCache(TextCache):
         self._seen = self._held = _NOTHING
         self._states: tuple[list[States], list[States]] | None = None
         self._turn = 0
-        # Tokens that the saved states are behind, and those of a call that began.
+        # How many tokens are before the saved states, and before those that a call saves.
         self._saved: int | None = None
         self._saving: int | None = None
 
@@ -59,9 +59,8 @@ class StatesCache(TextCache):
         self._saving = end if num_saved else None
         if num_saved:
             self._saved = None
-        if states and states[0].num_saved != num_saved:
-            for page in states:
-                page.num_saved = num_saved
+        for page in states:
+            page.num_saved = num_saved
         some = iter(states)
         return [next(some) if is_linear else next(own) for is_linear in self._is_linear]
 
@@ -75,7 +74,7 @@ class StatesCache(TextCache):
 
     def fits(self, page: Page) -> bool:
         """Return whether a page is of such keys and values, and states."""
-        num_layers = len(self._sizes)
+        num_layers = len(self.sizes)
         states = page[num_layers:]
         shapes = [shape[1:] for shape in self._state_shapes()]
         return super().fits(page[:num_layers]) and all(
@@ -87,7 +86,7 @@ class StatesCache(TextCache):
 
     def restore(self, pages: Sequence[Page]) -> None:
         """Put the positions of pages that `fits` behind none, up to the last that has states."""
-        num_layers = len(self._sizes)
+        num_layers = len(self.sizes)
         places = [place for place, page in enumerate(pages) if len(page) > num_layers]
         if not places:
             return

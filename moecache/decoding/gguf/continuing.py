@@ -145,6 +145,7 @@ def open_prefixes(
         STATE_TOKENS if has_states else PAGE_TOKENS,
         max_bytes,
         part_tokens=None if has_states else PART_TOKENS,
+        num_plain=len(model.new_cache().sizes) if has_states else None,
         directory=directory,
         max_disk_bytes=max_disk_bytes,
     )

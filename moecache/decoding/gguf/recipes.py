@@ -34,11 +34,14 @@ from moecache.decoding.recipe import (
     Router,
 )
 from moecache.decoding.room import room_behind
+from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel
 from moecache.stores import GgufStore
 
 __all__ = ["FileModel", "NoTextModelError"]
 
+# Factors from which on nothing is turned.
+_STILL = 1e10
 # Where an architecture's rows of heads lie so that pairs that are turned together are neighbours.
 _NEIGHBOURS = (_softmax.permuted_heads, _softmax.granite_source)
 
@@ -135,7 +138,7 @@ class FileModel:
         latents = facts.num_heads * sum(facts.held(0)) if facts.rank is not None else 0
         if facts.linear is not None:
             heads = max(heads, facts.linear.channels + 2 * facts.linear.values)
-        has_dense = facts.is_dense(0) or facts.family.is_beside
+        has_dense = facts.family.is_beside or any(map(facts.is_dense, range(facts.num_layers)))
         dense = max(facts.shared_width, facts.dense_width if has_dense else 0)
         # Rows of experts and their inputs; queries, keys, values and what is made of them; the
         # shared expert's; hidden states; and what of all that is converted.
@@ -231,13 +234,16 @@ class FileModel:
 
     def _router(self, trunk: Trunk, at: str) -> Router:
         facts, family = self.facts, self.facts.family
-        correction = correction_of(self._store.tensor_shapes, at)
+        name = correction_of(self._store.tensor_shapes, at)
+        correction = None if name is None else trunk.numbers(name)
+        if correction is not None and np.isnan(correction).any():
+            raise ConfigError(f"{name} has values that are no numbers; download the file again")
         num_groups, num_kept = facts.groups
         return Router(
             trunk.linear(f"{at}.ffn_gate_inp"),
             facts.top_k,
             family.scores,
-            None if correction is None else trunk.numbers(correction),
+            correction,
             num_groups,
             num_kept,
             family.num_best,
@@ -336,8 +342,16 @@ class FileModel:
     def _check(self) -> None:
         """Refuse what a recipe here does not say, and tensors that are not those of its model."""
         facts, window = self.facts, self.settings.get("sliding_window")
-        if window is not None and not 1 <= window < 2**31:
+        if window is not None and not 2 <= window < 2**31:
             raise NoTextModelError(f"a window of {window} positions is torch's to refuse")
+        num_groups, num_kept = facts.groups
+        size = facts.num_experts // num_groups
+        if num_kept < num_groups and (
+            facts.top_k > num_kept * size or size < facts.family.num_best
+        ):
+            raise NoTextModelError(
+                f"{facts.top_k} experts of {num_kept} groups of {size} are torch's to choose"
+            )
         if self.settings.get("num_kv_shared_layers") or self.settings.get(
             "hidden_size_per_layer_input"
         ):
@@ -348,6 +362,21 @@ class FileModel:
             if facts.hidden_size < 1 or heads.turned < 2 or heads.turned % 2:
                 raise NoTextModelError(f"{heads.turned} numbers of a head cannot be turned")
         check_tensors(self._store, facts)
+        if "rope_freqs.weight" in self._store.tensor_shapes:
+            self._check_factors()
+
+    def _check_factors(self) -> None:
+        """Look whether the factors of a rotation are those that its settings stand for."""
+        found = self._store.read_tensor("rope_freqs.weight").reshape(-1)
+        (rope, width) = next(
+            (rope, heads.turned)
+            for rope, heads in zip(self.facts.ropes.values(), self.facts.all_heads(), strict=True)
+            if rope["rope_type"] == "proportional"
+        )
+        turned = int(rope["partial_rotary_factor"] * width // 2)
+        is_known = len(found) == width // 2 and (found[:turned] == 1).all()
+        if not is_known or not (found[turned:] >= _STILL).all():
+            raise NoTextModelError("rope_freqs.weight has other factors than this family's")
 
 
 def _pairs_of(architecture: Architecture, family: Family) -> str:

@@ -98,7 +98,7 @@ class Text:
     def num_kept_of(self, prompt: Sequence[int]) -> int:
         """Return how many of a prompt's first tokens are in whole pages that this text keeps."""
         if self._prefixes is None or self._model.has_states:
-            return 0  # states are kept at a prompt's end alone
+            return 0  # where they have states is where that prompt happens to be cut
         pairs = enumerate(zip(prompt, self._tokens, strict=False))
         # A prompt's last token is read anew: its logits are wanted.
         shared = next((num for num, (one, other) in pairs if one != other), len(prompt) - 1)

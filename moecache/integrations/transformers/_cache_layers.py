@@ -244,6 +244,10 @@ class StatesLayer(LinearAttentionLayer):
     # What the next step writes to.
     _spare: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: tensors to write to are each one's own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_spare"}
+
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows that a convolution sees [batch, channels, rows], and the heads' states."""
@@ -271,7 +275,7 @@ class StatesLayer(LinearAttentionLayer):
             one.shape != held.shape or one.dtype != held.dtype or not _can_change(one)
             for one, held in zip(spare, self.held, strict=True)
         ):
-            # A change by a module in a mode of its own is not one more that is refused.
+            # So that a module may change either, or neither.
             with torch.inference_mode(self.held[0].is_inference()):
                 seen, states = (torch.zeros_like(held) for held in self.held)
             self._spare = seen, states

@@ -357,14 +357,14 @@ class Decoder:
             "sequences": names,
             "is_spread": self._is_spread,
         }
-        if begins is None:
-            program.begin_together(pages, np.array(lengths), cos, sin, **where)
-        else:
-            try:
+        try:
+            if begins is None:
+                program.begin_together(pages, np.array(lengths), cos, sin, **where)
+            else:
                 program.begin(pages[0], lengths[0], each, begins, cos, sin, **where)
-            except ConfigError:
-                # A cache that was made with other windows, say.
-                return None
+        except ConfigError:
+            # A cache that was made with other windows, say.
+            return None
         missed = program.run()
         while missed >= 0:
             self._wait_for(missed, program, num_rows)

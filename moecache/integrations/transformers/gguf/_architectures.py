@@ -14,7 +14,7 @@ from moecache.integrations.transformers.gguf import (
     _delta,
     _factored,
     _layers,
-    _linear,
+    _linear_sources,
     _mamba,
     _windows,
 )
@@ -39,8 +39,8 @@ ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] =
     "mistral4": _sigmoid.MISTRAL4,
     "nemotron_h_moe": _mamba.NEMOTRON_H_MOE,
     "phimoe": _factored.PHIMOE,
-    "qwen35moe": _linear.QWEN35MOE,
-    "qwen3next": _linear.QWEN3NEXT,
+    "qwen35moe": _linear_sources.QWEN35MOE,
+    "qwen3next": _linear_sources.QWEN3NEXT,
     "qwen4exp": _connections.QWEN4,
 }
 

@@ -11,7 +11,7 @@ from moecache.decoding.gguf._common import (
     plain_settings,
 )
 from moecache.decoding.gguf._metadata import Metadata
-from moecache.integrations.transformers.gguf._linear import less_one
+from moecache.integrations.transformers.gguf._linear_sources import less_one
 
 _SIGMOID = 2  # of expert_gating_func
 _NORMS = {

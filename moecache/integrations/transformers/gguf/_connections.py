@@ -9,7 +9,7 @@ from moecache.decoding.gguf._common import tokens
 from moecache.decoding.gguf._linear import qwen35moe_settings
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.decoding.gguf._sigmoid import indexed_settings, latent_source
-from moecache.integrations.transformers.gguf._linear import (
+from moecache.integrations.transformers.gguf._linear_sources import (
     LINEAR_NAMES,
     dense_source,
     less_one,

@@ -14,7 +14,7 @@ from moecache.decoding.gguf._common import (
 )
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.decoding.gguf._sigmoid import latent_source
-from moecache.integrations.transformers.gguf._linear import logarithms
+from moecache.integrations.transformers.gguf._linear_sources import logarithms
 
 _SIGMOID = 2  # of expert_gating_func
 _NAMES = {

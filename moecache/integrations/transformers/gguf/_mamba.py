@@ -18,7 +18,7 @@ from moecache.decoding.gguf._softmax import (
     permuted_heads,
 )
 from moecache.errors import ConfigError
-from moecache.integrations.transformers.gguf._linear import logarithms
+from moecache.integrations.transformers.gguf._linear_sources import logarithms
 
 _SIGMOID = 2  # of expert_gating_func
 # Parameters of a layer of Mamba, without the name of its module.

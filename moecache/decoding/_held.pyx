@@ -67,8 +67,9 @@ cdef class States:
     """
 
     def __cinit__(
-        self, uintptr_t seen, uintptr_t next_seen, uintptr_t saved_seen, str type, tuple shape, tuple steps,
-        uintptr_t states, uintptr_t next_states, uintptr_t saved_states, tuple state_shape, owner
+        self, uintptr_t seen, uintptr_t next_seen, uintptr_t saved_seen, str type, tuple shape,
+        tuple steps, uintptr_t states, uintptr_t next_states, uintptr_t saved_states,
+        tuple state_shape, owner
     ):
         self.seen, self.next_seen = <const uint8_t *>seen, <uint8_t *>next_seen
         self.saved_seen, self.saved_states = <uint8_t *>saved_seen, <float *>saved_states

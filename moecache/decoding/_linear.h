@@ -48,12 +48,12 @@ typedef struct {
     float seen[MC_MOST_KERNEL - 1][MC_MOST_HEAD]; /* the last is the row before the first */
 } mc_channels;
 
-static int64_t mc_num_channels(const mc_linear *l)
+static inline int64_t mc_num_channels(const mc_linear *l)
 {
     return 2 * l->num_keys * l->width + l->num_heads * l->value_width;
 }
 
-static void mc_see(const mc_linear *l, const mc_stretch *s, int64_t channel, int64_t num, mc_channels *c)
+static inline void mc_see(const mc_linear *l, const mc_stretch *s, int64_t channel, int64_t num, mc_channels *c)
 {
     c->channel = channel;
     c->num = num;
@@ -72,7 +72,7 @@ static void mc_see(const mc_linear *l, const mc_stretch *s, int64_t channel, int
 }
 
 /* Rounds the rows of stretches to the type in which the next call will see them. */
-static void mc_round_rows(const mc_linear *l, int64_t num_stretches)
+static inline void mc_round_rows(const mc_linear *l, int64_t num_stretches)
 {
     for (int64_t n = 0; n < num_stretches; n++) {
         const mc_stretch *s = &l->stretches[n];
@@ -83,7 +83,7 @@ static void mc_round_rows(const mc_linear *l, int64_t num_stretches)
 }
 
 /* Row `t` of a stretch; negative ones are those before it. */
-static const float *mc_seen_row(const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t t)
+static inline const float *mc_seen_row(const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t t)
 {
     if (t < 0)
         return c->seen[l->kernel - 1 + t];
@@ -91,7 +91,7 @@ static const float *mc_seen_row(const mc_linear *l, const mc_stretch *s, const m
 }
 
 /* Keeps what the rows behind the first `num` will see. */
-static void mc_leave(const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t num, uint8_t *seen)
+static inline void mc_leave(const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t num, uint8_t *seen)
 {
     for (int64_t t = 0; t < l->kernel - 1; t++) {
         const float *row = mc_seen_row(l, s, c, num - (l->kernel - 1) + t);
@@ -101,7 +101,7 @@ static void mc_leave(const mc_linear *l, const mc_stretch *s, const mc_channels 
     }
 }
 
-static void mc_leave_all(const mc_linear *l, const mc_stretch *s, const mc_channels *c)
+static inline void mc_leave_all(const mc_linear *l, const mc_stretch *s, const mc_channels *c)
 {
     if (s->num_saved)
         mc_leave(l, s, c, s->num_saved, s->saved_seen);
@@ -109,7 +109,7 @@ static void mc_leave_all(const mc_linear *l, const mc_stretch *s, const mc_chann
 }
 
 /* silu of the convolution's row; `out` has room for a multiple of 16. */
-static void mc_convolve(
+static inline void mc_convolve(
     const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t t, float *out)
 {
     const mc_activation silu = {.kind = MC_SILU};
@@ -124,17 +124,17 @@ static void mc_convolve(
 }
 
 /* x = x / sqrt(sum(x^2) + 1e-6) * scale */
-static void mc_normalize(float *x, int64_t num, float scale)
+static inline void mc_normalize(float *x, int64_t num, float scale)
 {
     float turns = scale / sqrtf(mc_squares(x, num) + 1e-6f);
     for (int64_t i = 0; i < num; i++)
         x[i] *= turns;
 }
 
-static float mc_softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
+static inline float mc_softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
 /* Rows [begin, end) of a stretch go through a head; `channels` are those of its values. */
-static void mc_delta_rows(
+static inline void mc_delta_rows(
     const mc_linear *l, const mc_stretch *s, const mc_channels *channels, int64_t head, int64_t begin,
     int64_t end, const float *queries, const float *keys)
 {
@@ -178,7 +178,7 @@ static void mc_delta_rows(
 }
 
 /* A sequence's heads of values that share a query and a key. */
-static void mc_linear_item(void *job, int64_t item)
+static inline void mc_linear_item(void *job, int64_t item)
 {
     const mc_linear *l = job;
     const mc_stretch *s = &l->stretches[item / l->num_keys];

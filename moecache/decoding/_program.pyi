@@ -8,9 +8,6 @@ from moecache.decoding._held import KeyValues, States
 from moecache.decoding.recipe import Recipe
 
 MAX_ROWS: int
-MOST_RANK: int
-MOST_HEAD: int
-MOST_KERNEL: int
 
 @final
 class Program:

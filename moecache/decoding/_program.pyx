@@ -8,26 +8,16 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memmove, memset
 
 from moecache.cache._cache cimport ExpertCache
+from moecache.decoding._bound cimport Bound, Layer, Linear, Norm
 from moecache.decoding._held cimport KeyValues, States
 from moecache.decoding._linear cimport (
-    MC_MOST_HEAD,
-    MC_MOST_KERNEL,
     mc_linear,
     mc_linear_item,
     mc_round_rows,
     mc_stretch,
 )
 from moecache.decoding._steps cimport (
-    MC_MOST_RANK,
     MC_MOST_TILE,
-    MC_PAIRED_HALVES,
-    MC_PAIRED_NEIGHBOURS,
-    MC_PAIRED_NEIGHBOURS_TO_HALVES,
-    MC_SIGMOID,
-    MC_SIGMOID_OF_CHOSEN,
-    MC_SOFTMAX,
-    MC_SOFTMAX_OF_CHOSEN,
-    MC_SPARSEMIXER,
     mc_add,
     mc_attend_item,
     mc_heads,
@@ -36,18 +26,15 @@ from moecache.decoding._steps cimport (
     mc_layer_norm,
     mc_norm,
     mc_route,
-    mc_router,
     mc_softmax,
     mc_store,
     mc_top,
     mc_turn,
 )
 from moecache.kernels._jobs cimport (
-    MC_BF16,
     MC_F32,
     MC_X_F32,
     MC_X_PLANES,
-    mc_activation,
     mc_are_alike,
     mc_experts,
     mc_input_columns,
@@ -55,13 +42,10 @@ from moecache.kernels._jobs cimport (
     mc_input_type,
     mc_matrix,
     mc_product,
-    mc_rows,
     mc_sum,
     mc_work,
 )
 from moecache.kernels._kernels cimport (
-    Experts,
-    Matrix,
     convert_rows,
     level_in_use,
     now_ns,
@@ -73,11 +57,7 @@ from moecache.kernels._kernels cimport (
 
 import numpy as np
 
-from moecache.decoding.recipe import LatentAttention, LinearAttention
 from moecache.errors import ConfigError
-from moecache.kernels._kernels import ACTIVATIONS as _ACTIVATIONS
-from moecache.kernels._kernels import INPUTS as _INPUTS
-from moecache.kernels.matrices import type_of
 
 cnp.import_array()
 
@@ -85,102 +65,6 @@ cnp.import_array()
 cdef enum:
     ROWS = 16
 MAX_ROWS = ROWS
-# Numbers of a latent, and of a head of linear attention, at most; rows of its convolution.
-MOST_RANK, MOST_HEAD, MOST_KERNEL = MC_MOST_RANK, MC_MOST_HEAD, MC_MOST_KERNEL
-_SCORES = {
-    "softmax": MC_SOFTMAX, "sigmoid": MC_SIGMOID, "softmax of the chosen": MC_SOFTMAX_OF_CHOSEN,
-    "sparsemixer": MC_SPARSEMIXER, "sigmoid of the chosen": MC_SIGMOID_OF_CHOSEN,
-}
-_PAIRS = {
-    "halves": MC_PAIRED_HALVES, "neighbours": MC_PAIRED_NEIGHBOURS,
-    "neighbours to halves": MC_PAIRED_NEIGHBOURS_TO_HALVES,
-}
-_TYPES = {"f32": MC_F32, "bf16": MC_BF16}
-
-
-cdef struct Linear:
-    mc_matrix matrix
-    mc_rows bias
-    bint is_there
-
-
-cdef struct Norm:
-    const uint8_t *weight
-    const uint8_t *bias
-    int type
-    int64_t width
-    float epsilon
-
-
-cdef struct Layer:
-    Norm attention_norm
-    Norm forward_norm
-    Norm query_norm
-    Norm key_norm
-    Norm value_norm
-    # Of what is added to hidden states; of a feed-forward beside the experts, whose norm is
-    # `forward_norm` then.
-    Norm attention_out
-    Norm forward_out
-    bint is_beside
-    Norm router_norm
-    Norm experts_norm
-    Norm beside_out
-    Norm experts_out
-    float factor
-    Linear query
-    Linear key
-    Linear value
-    Linear out
-    int64_t num_heads
-    int64_t width
-    int64_t value_width
-    int64_t rotary_width
-    int64_t first_angle
-    int64_t window
-    int pairs
-    float scale
-    float clip
-    bint has_late_norms
-    bint is_chunked
-    float floor
-    float temperature
-    const float *sinks
-    # Heads of the cache, and numbers of what it holds of each.
-    int64_t num_kv_heads
-    int64_t held
-    int64_t value_held
-    # What multiplies what attention gives: a second part of each query, or of linear attention.
-    bint is_gated
-    Linear gates
-    # Of linear attention, whose query is of all that goes through the convolution, whose key and
-    # value say how states decay and change, and whose query's norm is its result's.
-    bint is_linear
-    bint is_tiled
-    int64_t num_keys
-    int64_t kernel
-    int64_t channels
-    const float *conv
-    const float *rates
-    const float *steps
-    # Of latent attention.
-    bint is_latent
-    Linear low
-    Norm low_norm
-    const uint8_t *expand
-    int expand_type
-    float residual
-    Linear gate
-    Linear up
-    Linear down
-    Linear weight
-    mc_activation activation
-    Linear router
-    mc_router choice
-    bint scales_input
-    mc_experts experts
-    bint has_experts
-    int number
 
 
 @cython.final
@@ -221,17 +105,13 @@ cdef class Program:
     MemoryError
     """
 
+    cdef Bound bound
+    # Its layers, and what all of them share.
     cdef Layer *layers
     cdef int64_t num_layers, hidden_size, top_k
     cdef int64_t max_rows
-    cdef Norm norm
-    cdef Linear head
-    cdef float embedding_scale, logits_scale
-    # Angles of a position, of all layers.
-    cdef int64_t num_angles
     cdef ExpertCache cache
     cdef object recipe
-    cdef list owners
     cdef readonly cnp.ndarray hidden, normed, ids, rows
     cdef readonly int64_t num_resident
     # Of each layer since they were taken: experts of whole steps, those of single tokens, and the
@@ -290,18 +170,16 @@ cdef class Program:
     cdef bint is_spread
 
     def __cinit__(self, recipe, ExpertCache cache not None, int64_t max_rows=ROWS):
-        cdef int64_t i
         if not 1 <= max_rows <= 1 << 20:
             raise ConfigError(f"a program has no {max_rows} rows")
         self.max_rows = max_rows
-        self.recipe, self.cache, self.owners = recipe, cache, []
+        self.recipe, self.cache, self.bound = recipe, cache, Bound(recipe, cache)
+        self.layers, self.num_layers = self.bound.layers, self.bound.num_layers
+        self.hidden_size, self.top_k = self.bound.hidden_size, self.bound.top_k
         self.scores, self.held, self.types, self.stretches = NULL, NULL, NULL, NULL
         self.num_products, self.num_single, self.busy_ns = NULL, NULL, NULL
         self.slots, self.some, self.offsets, self.pairs, self.places = NULL, NULL, NULL, NULL, NULL
         self.inputs, self.hidden_inputs, self.given = NULL, NULL, NULL
-        self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
-        self.embedding_scale, self.logits_scale = recipe.embedding_scale, recipe.logits_scale
-        self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
         self.held = <mc_held *>calloc(max(1, self.num_layers) * max_rows, sizeof(mc_held))
         self.types = <int *>calloc(max(1, self.num_layers), sizeof(int))
         self.stretches = <mc_stretch *>calloc(
@@ -309,21 +187,15 @@ cdef class Program:
         )
         self.num_products = <int64_t *>calloc(3 * max(1, self.num_layers), sizeof(int64_t))
         if (
-            self.layers == NULL or self.held == NULL or self.types == NULL
-            or self.stretches == NULL or self.num_products == NULL
+            self.held == NULL or self.types == NULL or self.stretches == NULL
+            or self.num_products == NULL
         ):
             raise MemoryError("no memory for a program")
         self.num_single = self.num_products + self.num_layers
         self.busy_ns = self.num_single + self.num_layers
-        self.top_k = max([layer.router.top_k for layer in recipe.layers if layer.router] or [1])
-        for i in range(self.num_layers):
-            self._bind(&self.layers[i], recipe.layers[i])
-        self._bind_norm(&self.norm, recipe.norm, self.hidden_size)
-        self._bind_linear(&self.head, recipe.head, self.hidden_size)
         self._reserve()
 
     def __dealloc__(self):
-        free(self.layers)
         free(self.scores)
         free(self.held)
         free(self.types)
@@ -337,243 +209,6 @@ cdef class Program:
         free(self.inputs)
         free(self.hidden_inputs)
         free(self.given)
-
-    cdef int _bind_norm(self, Norm *norm, given, int64_t multiple_of) except -1:
-        cdef cnp.ndarray weight
-        if given is None:
-            return 0
-        weight = given.weight
-        norm.weight, norm.width = <const uint8_t *>self._own(weight), weight.size
-        norm.type, norm.epsilon = _TYPES[type_of(weight)], given.epsilon
-        if norm.width == 0 or multiple_of % norm.width:
-            raise ConfigError(f"a norm of {norm.width} numbers does not fit {multiple_of}")
-        if given.bias is not None:
-            if given.bias.size != norm.width or type_of(given.bias) != type_of(weight):
-                raise ConfigError(f"a norm's bias is not one of {norm.width} {type_of(weight)}")
-            norm.bias = <const uint8_t *>self._own(given.bias)
-        return 0
-
-    cdef void *_own(self, cnp.ndarray array) except NULL:
-        if not cnp.PyArray_IS_C_CONTIGUOUS(array):
-            raise ConfigError("weights of a program must be contiguous")
-        self.owners.append(array)
-        return cnp.PyArray_DATA(array)
-
-    cdef int _bind_linear(self, Linear *linear, given, int64_t columns, int64_t rows=0) except -1:
-        cdef Matrix matrix
-        cdef cnp.ndarray bias
-        if given is None:
-            return 0
-        matrix = given.matrix
-        linear.matrix, linear.is_there = matrix.matrix, True
-        if matrix.columns != columns or (rows and matrix.rows != rows):
-            raise ConfigError(
-                f"a matrix of {matrix.rows} x {matrix.columns} is not one of "
-                f"{rows or 'some'} x {columns}"
-            )
-        self.owners.append(matrix)
-        if given.bias is not None:
-            bias = given.bias
-            if bias.size != matrix.rows:
-                raise ConfigError(f"a bias of {bias.size} numbers does not fit {matrix.rows} rows")
-            linear.bias.data = <uint8_t *>self._own(bias)
-            linear.bias.type = _INPUTS.index(type_of(bias))
-        return 0
-
-    cdef int _bind(self, Layer *layer, given) except -1:
-        cdef int64_t hidden = self.hidden_size, width
-        cdef Experts experts
-        a, forward, router = given.attention, given.forward, given.router
-        self._bind_norm(&layer.attention_norm, given.attention_norm, hidden)
-        self._bind_norm(&layer.forward_norm, given.forward_norm, hidden)
-        layer.residual, layer.factor = given.scale, given.factor
-        self._bind_norm(&layer.attention_out, given.attention_out, hidden)
-        self._bind_norm(&layer.forward_out, given.forward_out, hidden)
-        self._bind_beside(layer, given)
-        if isinstance(a, LatentAttention):
-            self._bind_latents(layer, a)
-        elif isinstance(a, LinearAttention):
-            self._bind_linear_attention(layer, a)
-        else:
-            self._bind_attention(layer, a)
-        if forward is not None:
-            width = forward.gate.matrix.rows
-            self._bind_linear(&layer.gate, forward.gate, hidden)
-            self._bind_linear(&layer.up, forward.up, hidden, width)
-            self._bind_linear(&layer.down, forward.down, width, hidden)
-            self._bind_linear(&layer.weight, forward.weight, hidden, 1)
-            layer.activation.kind = _ACTIVATIONS.index(forward.activation)
-        layer.number = given.number
-        layer.has_experts = router is not None
-        if router is None:
-            return 0
-        self._bind_linear(&layer.router, router.linear, hidden)
-        experts = given.experts
-        self.owners.append(experts)
-        layer.experts = experts.experts
-        layer.choice.num_experts = router.linear.matrix.rows
-        layer.choice.top_k = router.top_k
-        layer.choice.num_groups = router.num_groups
-        layer.choice.num_kept = router.num_kept_groups
-        layer.choice.kind = _SCORES[router.scores]
-        layer.choice.is_normalized = router.is_normalized
-        layer.choice.num_best, layer.choice.jitter = router.num_best, router.jitter
-        layer.choice.least, layer.choice.floor = router.least, router.floor
-        layer.choice.scale, layer.scales_input = router.scale, router.scales_input
-        if (
-            not 1 <= router.top_k <= layer.choice.num_experts
-            or layer.choice.num_experts != self.cache.num_experts
-            or not 0 <= layer.number < self.cache.num_layers
-            or router.top_k != self.top_k
-            or experts.experts.down.first.rows != hidden
-            or experts.experts.up[0].first.columns != hidden
-            or not 1 <= router.num_kept_groups <= router.num_groups <= 64
-            or layer.choice.num_experts % router.num_groups
-            or (router.num_kept_groups < router.num_groups
-                and router.top_k * router.num_groups
-                > router.num_kept_groups * layer.choice.num_experts)
-            or not 1 <= router.num_best <= 2
-            or (router.num_groups > 1
-                and layer.choice.num_experts < router.num_best * router.num_groups)
-            or (layer.choice.kind == MC_SPARSEMIXER and router.top_k > 2)
-            or (layer.scales_input and router.top_k > 1)
-        ):
-            raise ConfigError(f"the router of layer {given.number} does not fit its experts")
-        layer.choice.correction = self._floats(router.correction, layer.choice.num_experts)
-        layer.choice.expert_scales = self._floats(
-            router.expert_scales, layer.choice.num_experts
-        )
-        return 0
-
-    cdef int _bind_beside(self, Layer *layer, given) except -1:
-        cdef int64_t hidden = self.hidden_size
-        beside = given.beside
-        layer.is_beside = beside is not None
-        if beside is None:
-            if given.forward_out is not None and given.router is not None:
-                raise ConfigError("experts' sum has a norm beside a feed-forward alone")
-            return 0
-        if given.forward is None or given.router is None or given.router.scales_input:
-            raise ConfigError("a feed-forward and experts are beside one another, or neither is")
-        self._bind_norm(&layer.router_norm, beside.router, hidden)
-        self._bind_norm(&layer.experts_norm, beside.experts, hidden)
-        self._bind_norm(&layer.beside_out, beside.forward_out, hidden)
-        self._bind_norm(&layer.experts_out, beside.experts_out, hidden)
-        return 0
-
-    cdef const float *_floats(self, given, int64_t num) except? NULL:
-        if given is None:
-            return NULL
-        if type_of(given) != "f32" or given.size != num:
-            raise ConfigError(f"{given.size} {given.dtype} are not {num} float32")
-        return <const float *>self._own(given)
-
-    cdef int _bind_attention(self, Layer *layer, a) except -1:
-        cdef int64_t hidden = self.hidden_size
-        layer.num_heads, layer.num_kv_heads = a.num_heads, a.num_kv_heads
-        layer.width, layer.value_width = a.width, a.value_width
-        layer.held, layer.value_held = a.width, a.value_width
-        self._bind_rotation(layer, a, a.width)
-        layer.clip, layer.window = a.clip or 0.0, a.window or 0
-        layer.has_late_norms, layer.is_chunked = a.has_late_norms, a.is_chunked
-        if a.temperature is not None:
-            layer.floor, layer.temperature = a.temperature
-            if not layer.floor > 0:
-                raise ConfigError(f"queries have no temperature of {a.temperature}")
-        if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
-            raise ConfigError(f"{a.num_heads} heads do not share {a.num_kv_heads}")
-        layer.is_gated = a.is_gated
-        if layer.is_gated and layer.value_width != layer.width:
-            raise ConfigError(f"gates of {a.width} numbers for values of {a.value_width}")
-        self._bind_linear(
-            &layer.query, a.query, hidden, layer.num_heads * layer.width * (1 + layer.is_gated)
-        )
-        self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
-        self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
-        self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
-        self._bind_norm(&layer.query_norm, a.query_norm, layer.num_heads * layer.width)
-        self._bind_norm(&layer.key_norm, a.key_norm, layer.num_kv_heads * layer.width)
-        self._bind_norm(&layer.value_norm, a.value_norm, layer.num_kv_heads * layer.value_width)
-        if a.value is None and layer.value_width != layer.width:
-            raise ConfigError(f"keys of {a.width} numbers are no values of {a.value_width}")
-        layer.sinks = self._floats(a.sinks, layer.num_heads)
-        return 0
-
-    cdef int _bind_linear_attention(self, Layer *layer, a) except -1:
-        cdef int64_t hidden = self.hidden_size, channels, values
-        layer.is_linear, layer.is_tiled = True, a.is_tiled
-        layer.num_keys, layer.num_heads = a.num_keys, a.num_heads
-        layer.width, layer.value_width = a.width, a.value_width
-        if a.conv.ndim != 2 or not 1 <= a.conv.shape[0] <= MC_MOST_KERNEL:
-            raise ConfigError(f"no convolution has weights {a.conv.shape}")
-        layer.kernel = a.conv.shape[0]
-        if (
-            layer.num_keys < 1 or layer.num_heads < 1 or layer.num_heads % layer.num_keys
-            or not 1 <= layer.width <= MC_MOST_HEAD
-            or not 1 <= layer.value_width <= MC_MOST_HEAD
-        ):
-            raise ConfigError(
-                f"{a.num_heads} heads of {a.value_width} do not share {a.num_keys} of {a.width}"
-            )
-        values = layer.num_heads * layer.value_width
-        layer.channels = channels = 2 * layer.num_keys * layer.width + values
-        self._bind_linear(
-            &layer.query, a.mixed, hidden, channels + (values if a.gates is None else 0)
-        )
-        self._bind_linear(&layer.key, a.decays, hidden, layer.num_heads)
-        self._bind_linear(
-            &layer.value, a.shares, hidden, layer.num_heads * (1 + (a.decays is None))
-        )
-        self._bind_linear(&layer.gates, a.gates, hidden, values)
-        self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
-        self._bind_norm(&layer.query_norm, a.norm, layer.value_width)
-        if layer.query_norm.width != layer.value_width or layer.query_norm.bias != NULL:
-            raise ConfigError(f"a norm of {a.norm.weight.size} is none of {a.value_width}")
-        layer.conv = self._floats(a.conv, layer.kernel * channels)
-        layer.rates = self._floats(a.rates, layer.num_heads)
-        layer.steps = self._floats(a.steps, layer.num_heads)
-        return 0
-
-    cdef int _bind_rotation(self, Layer *layer, a, int64_t most) except -1:
-        layer.scale, layer.pairs = a.scale, _PAIRS[a.rotation.pairs]
-        layer.rotary_width, layer.first_angle = a.rotation.width, a.rotation.first
-        if layer.first_angle < 0:
-            raise ConfigError(f"no angle is number {layer.first_angle}")
-        if layer.rotary_width:
-            self.num_angles = max(
-                self.num_angles, layer.first_angle + layer.rotary_width // 2
-            )
-        if not 0 <= layer.rotary_width <= min(most, 512) or layer.rotary_width % 2:
-            raise ConfigError(f"{layer.rotary_width} of {most} numbers cannot be turned")
-        return 0
-
-    cdef int _bind_latents(self, Layer *layer, a) except -1:
-        cdef int64_t hidden = self.hidden_size, more = a.rotation.width, rank = a.norm.weight.size
-        cdef cnp.ndarray expand = a.expand
-        layer.is_latent, layer.num_kv_heads, layer.num_heads = True, 1, a.num_heads
-        layer.width, layer.value_width = a.width, a.value_width
-        layer.held, layer.value_held = rank, more
-        self._bind_rotation(layer, a, more)
-        if a.num_heads < 1 or rank > MC_MOST_RANK or (
-            (<object>expand).shape != (a.num_heads, a.width + a.value_width, rank)
-        ):
-            raise ConfigError(
-                f"{(<object>expand).shape} does not expand latents of {rank}, at most {MC_MOST_RANK}, to "
-                f"{a.num_heads} keys of {a.width} and values of {a.value_width}"
-            )
-        if a.low is not None:
-            self._bind_linear(&layer.low, a.low, hidden)
-            self._bind_norm(&layer.low_norm, a.low_norm, layer.low.matrix.rows)
-        self._bind_linear(
-            &layer.query, a.query, layer.low.matrix.rows if layer.low.is_there else hidden,
-            a.num_heads * (a.width + more)
-        )
-        self._bind_linear(&layer.key, a.compressed, hidden, rank + more)
-        self._bind_linear(&layer.out, a.out, a.num_heads * a.value_width, hidden)
-        self._bind_norm(&layer.key_norm, a.norm, rank)
-        layer.expand = <const uint8_t *>self._own(expand)
-        layer.expand_type = _TYPES[type_of(expand)]
-        return 0
 
     cdef int64_t _room(self, Linear *linear) noexcept:
         # Bytes of an input in whatever type a level multiplies it.
@@ -634,7 +269,7 @@ cdef class Program:
                         MC_X_PLANES, (layer.experts.down.first.columns + 31) & ~31
                     ),
                 )
-        most = max(most, self._room(&self.head))
+        most = max(most, self._room(&self.bound.head))
         # Activations come in multiples of 16.
         sizes[4] = (sizes[4] + 15) & ~15
         sizes[5] = sizes[4]
@@ -803,10 +438,10 @@ cdef class Program:
             longest = max(longest, (<const int64_t *>cnp.PyArray_DATA(lengths))[i])
             for j in range(i):
                 _check_apart(caches[j], caches[i])
-        if self.num_angles and (
-            cos.size != num * self.num_angles or sin.size != cos.size
+        if self.bound.num_angles and (
+            cos.size != num * self.bound.num_angles or sin.size != cos.size
         ):
-            raise ConfigError(f"{cos.size} angles are not {num} x {self.num_angles}")
+            raise ConfigError(f"{cos.size} angles are not {num} x {self.bound.num_angles}")
         for i in range(self.num_layers):
             layer = &self.layers[i]
             if layer.is_linear:
@@ -834,10 +469,10 @@ cdef class Program:
         self.num_rows, self.each, self.longest = num, each, longest
         self.num_stretches = len(caches) * batch
         self.num_resident, self.at = 0, 0
-        if self.embedding_scale != 1:
+        if self.bound.embedding_scale != 1:
             _scale(
                 <float *>cnp.PyArray_DATA(self.hidden), num * self.hidden_size,
-                self.embedding_scale
+                self.bound.embedding_scale
             )
         return 0
 
@@ -1057,7 +692,7 @@ cdef class Program:
         -------
         ndarray of float32, shape [batch, num, vocabulary]
         """
-        cdef int64_t i, batch, rows = self.head.matrix.rows, hidden = self.hidden_size, first
+        cdef int64_t i, batch, rows = self.bound.head.matrix.rows, hidden = self.hidden_size, first
         cdef const int64_t *ends
         cdef const float *source = <const float *>cnp.PyArray_DATA(self.hidden)
         cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
@@ -1069,13 +704,13 @@ cdef class Program:
         with nogil:
             for i in range(batch * num):
                 first = ends[i // num] - num + i % num
-                _norm(&self.norm, source + first * hidden, normed + i * hidden)
+                _norm(&self.bound.norm, source + first * hidden, normed + i * hidden)
             self._multiply(
-                &self.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows
+                &self.bound.head, normed, hidden, batch * num, <float *>cnp.PyArray_DATA(out), rows
             )
         self.abandon()
-        if self.logits_scale != 1:
-            out /= np.float32(self.logits_scale)
+        if self.bound.logits_scale != 1:
+            out /= np.float32(self.bound.logits_scale)
         if self.recipe.cap:
             cap = np.float32(self.recipe.cap)
             np.multiply(np.tanh(np.divide(out, cap, out=out), out=out), cap, out=out)
@@ -1333,7 +968,7 @@ cdef class Program:
             both += 2 * num
 
     cdef void _turn(self, const Layer *layer, int64_t row, float *head) noexcept nogil:
-        cdef int64_t at = row * self.num_angles + layer.first_angle
+        cdef int64_t at = row * self.bound.num_angles + layer.first_angle
         mc_turn(head, self.cos + at, self.sin + at, layer.rotary_width, layer.pairs)
 
     cdef void _hold(

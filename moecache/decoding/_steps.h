@@ -13,7 +13,7 @@
 typedef float mc_sides __attribute__((vector_size(MC_SIDES * 4)));
 
 /* sum(x^2) */
-static float mc_squares(const float *x, int64_t num)
+static inline float mc_squares(const float *x, int64_t num)
 {
     mc_sides sums = {0};
     float sides[MC_SIDES], rest = 0;
@@ -33,7 +33,7 @@ static float mc_squares(const float *x, int64_t num)
 }
 
 /* out = x / sqrt(mean(x^2) + eps) * weight, whose type is MC_F32 or MC_BF16; `out` may be `x`. */
-static void mc_norm(
+static inline void mc_norm(
     const float *x, const uint8_t *weight, int type, int64_t num, float eps, float *out)
 {
     float turns = 1.0f / sqrtf(mc_squares(x, num) / (float)num + eps);
@@ -47,7 +47,7 @@ static void mc_norm(
 }
 
 /* (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; float32 or bfloat16 both; `out` may be `x`. */
-static void mc_layer_norm(
+static inline void mc_layer_norm(
     const float *x, const uint8_t *weight, const uint8_t *bias, int type, int64_t num, float eps,
     float *out)
 {
@@ -73,7 +73,7 @@ static void mc_layer_norm(
 enum { MC_PAIRED_HALVES, MC_PAIRED_NEIGHBOURS, MC_PAIRED_NEIGHBOURS_TO_HALVES };
 
 /* Turns the first `width` numbers of a head by a position's angles, [width / 2], at most 512. */
-static void mc_turn(float *head, const float *cos, const float *sin, int64_t width, int pairs)
+static inline void mc_turn(float *head, const float *cos, const float *sin, int64_t width, int pairs)
 {
     int64_t half = width / 2;
     float second[256];
@@ -92,7 +92,7 @@ static void mc_turn(float *head, const float *cos, const float *sin, int64_t wid
 }
 
 /* Rounds to the type of a cache. */
-static void mc_store(const float *from, int64_t num, int type, uint8_t *to)
+static inline void mc_store(const float *from, int64_t num, int type, uint8_t *to)
 {
     if (type == MC_F32) {
         memcpy(to, from, (size_t)num * 4);
@@ -105,7 +105,7 @@ static void mc_store(const float *from, int64_t num, int type, uint8_t *to)
 }
 
 /* to += from * scale */
-static void mc_add(float *to, const float *from, int64_t num, float scale)
+static inline void mc_add(float *to, const float *from, int64_t num, float scale)
 {
     for (int64_t i = 0; i < num; i++)
         to[i] += from[i] * scale;
@@ -143,7 +143,7 @@ typedef struct {
 } mc_heads;
 
 /* The keys and values of a row's sequence. */
-static mc_attention mc_held_of(const mc_heads *h, int64_t row, int64_t shared)
+static inline mc_attention mc_held_of(const mc_heads *h, int64_t row, int64_t shared)
 {
     const mc_held *held = &h->held[row];
     mc_attention a = h->first;
@@ -153,7 +153,7 @@ static mc_attention mc_held_of(const mc_heads *h, int64_t row, int64_t shared)
 }
 
 /* A row's query, and what it sees. */
-static mc_query mc_query_of(const mc_heads *h, int64_t row, int64_t head, float *out)
+static inline mc_query mc_query_of(const mc_heads *h, int64_t row, int64_t head, float *out)
 {
     const mc_held *held = &h->held[row];
     int64_t first = held->begin, last = held->position + 1;
@@ -170,7 +170,7 @@ static mc_query mc_query_of(const mc_heads *h, int64_t row, int64_t head, float 
 
 /* Some rows' heads that share keys and values, or four of them. */
 enum { MC_MOST_TILE = 4 };
-static void mc_attend_item(void *job, int64_t item)
+static inline void mc_attend_item(void *job, int64_t item)
 {
     const mc_heads *h = job;
     int64_t each = h->num_heads / h->num_kv_heads, some = item % h->parts * 4, next;
@@ -198,7 +198,7 @@ static void mc_attend_item(void *job, int64_t item)
  * the matrix that would expand them to keys are taken into the query, and those that would expand them
  * to values come after the sum. */
 enum { MC_MOST_RANK = 1024 };
-static void mc_latent_rows(
+static inline void mc_latent_rows(
     const mc_heads *h, int64_t row, int64_t num, int64_t head, int64_t each, float *scores)
 {
     int64_t rank = h->first.width, more = h->first.more_width;
@@ -235,7 +235,7 @@ static void mc_latent_rows(
     }
 }
 
-static void mc_latent_item(void *job, int64_t item)
+static inline void mc_latent_item(void *job, int64_t item)
 {
     const mc_heads *h = job;
     int64_t each = h->num_heads / h->parts, head = item % h->parts * each, next;
@@ -268,7 +268,7 @@ typedef struct {
 } mc_router;
 
 /* Writes the `num` largest of some scores, the largest first; of equal ones the first. */
-static void mc_top(const float *scores, int64_t num_scores, int64_t num, int32_t *out)
+static inline void mc_top(const float *scores, int64_t num_scores, int64_t num, int32_t *out)
 {
     for (int64_t n = 0; n < num; n++)
         out[n] = -1;
@@ -287,7 +287,7 @@ static void mc_top(const float *scores, int64_t num_scores, int64_t num, int32_t
 }
 
 /* In place. */
-static void mc_softmax(float *values, int64_t num)
+static inline void mc_softmax(float *values, int64_t num)
 {
     float most = values[0], sum = 0;
     for (int64_t i = 1; i < num; i++)
@@ -302,7 +302,7 @@ static void mc_softmax(float *values, int64_t num)
 
 /* One expert after the other: the largest logit's share among those that are near it, relative to
  * the larger of the two; Liu et al., GRIN, 2024. */
-static void mc_sparsemixer(const mc_router *r, const float *logits, int32_t *ids, float *weights)
+static inline void mc_sparsemixer(const mc_router *r, const float *logits, int32_t *ids, float *weights)
 {
     for (int64_t k = 0; k < r->top_k; k++) {
         int64_t best = -1;
@@ -324,7 +324,7 @@ static void mc_sparsemixer(const mc_router *r, const float *logits, int32_t *ids
 }
 
 /* A token's experts and their weights. `logits` [num_experts] and `scratch`, as long, are written to. */
-static void mc_route(
+static inline void mc_route(
     const mc_router *r, float *logits, float *scratch, int32_t *ids, float *weights)
 {
     float *choice = logits;

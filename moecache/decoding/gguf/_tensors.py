@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from moecache.decoding._program import MOST_HEAD, MOST_KERNEL, MOST_RANK
+from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL, MOST_RANK
 from moecache.decoding.gguf._common import CORRECTION
 from moecache.decoding.gguf._facts import Facts
 from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, is_made_numbers

@@ -179,8 +179,8 @@ def test_an_interrupt_leaves_a_text_where_it_was(file: Path) -> None:
         before, num_ended = signal.signal(signal.SIGALRM, end), 0
         try:
             for microseconds in range(100, 4000, 400):
-                signal.setitimer(signal.ITIMER_REAL, microseconds / 1e6)
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, microseconds / 1e6)
                     model.read(ids, cache)
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     time.sleep(0.001)

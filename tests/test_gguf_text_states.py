@@ -126,8 +126,8 @@ def test_an_interrupt_leaves_the_states_where_they_were(file: Path) -> None:
         before, num_ended = signal.signal(signal.SIGALRM, end), 0
         try:
             for microseconds in range(100, 4000, 300):
-                signal.setitimer(signal.ITIMER_REAL, microseconds / 1e6)
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, microseconds / 1e6)
                     logits = model.read(IDS[40:], cache)
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     time.sleep(0.001)

@@ -19,8 +19,7 @@ from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MoeCacheError, StoreError
-from tests.helpers.gguf_models import write_gguf
-from tests.helpers.gguf_texts import QUANTIZED, parts_of
+from tests.helpers.gguf_texts import write_quantized
 from tests.helpers.gguf_tokenizers import byte_level
 
 pytest.importorskip("gguf")
@@ -37,11 +36,7 @@ IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 @pytest.fixture(name="file", scope="module")
 def _file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a quantized file of Qwen3-MoE."""
-    path = tmp_path_factory.mktemp("file") / "model.gguf"
-    settings = {"hidden_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 512}
-    _, metadata, tensors = parts_of("qwen3moe", **settings)
-    write_gguf(path, metadata, tensors, QUANTIZED)
-    return path
+    return write_quantized(tmp_path_factory.mktemp("file") / "model.gguf", "qwen3moe")
 
 
 @pytest.fixture(name="model")

@@ -15,8 +15,7 @@ from moecache.decoding.gguf.continuing import open_prefixes
 from moecache.decoding.gguf.model import TextModel
 from moecache.decoding.gguf.opening import open_text_model
 from moecache.errors import StoreError
-from tests.helpers.gguf_models import write_gguf
-from tests.helpers.gguf_texts import QUANTIZED, parts_of
+from tests.helpers.gguf_texts import write_quantized
 from tests.test_gguf_text_model import run_text, text_after
 
 pytest.importorskip("gguf")
@@ -32,11 +31,7 @@ IDS = np.random.default_rng(0).integers(3, 90, 150).tolist()
 @pytest.fixture(name="file", scope="module")
 def _file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a quantized file of Qwen 3.5."""
-    path = tmp_path_factory.mktemp("states") / "model.gguf"
-    settings = {"hidden_size": 64, "moe_intermediate_size": 32, "max_position_embeddings": 1024}
-    _, metadata, tensors = parts_of("qwen35moe", **settings)
-    write_gguf(path, metadata, tensors, QUANTIZED)
-    return path
+    return write_quantized(tmp_path_factory.mktemp("states") / "model.gguf", "qwen35moe", 1024)
 
 
 @pytest.fixture(name="model")

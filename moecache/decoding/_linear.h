@@ -71,14 +71,13 @@ static inline void mc_see(const mc_linear *l, const mc_stretch *s, int64_t chann
     }
 }
 
-/* Rounds the rows of stretches to the type in which the next call will see them. */
-static inline void mc_round_rows(const mc_linear *l, int64_t num_stretches)
+/* Rounds channels of a stretch's rows to the type in which the next call will see them. */
+static inline void mc_round_rows(const mc_linear *l, const mc_stretch *s, int64_t channel, int64_t num)
 {
-    for (int64_t n = 0; n < num_stretches; n++) {
-        const mc_stretch *s = &l->stretches[n];
-        float *rows = l->mixed + s->first * mc_num_channels(l);
-        for (int64_t i = 0; s->seen_type == MC_BF16 && i < s->num * mc_num_channels(l); i++)
-            rows[i] = mc_bf16_to_float(mc_float_to_bf16(rows[i]));
+    for (int64_t t = 0; s->seen_type == MC_BF16 && t < s->num; t++) {
+        float *row = l->mixed + (s->first + t) * mc_num_channels(l) + channel;
+        for (int64_t i = 0; i < num; i++)
+            row[i] = mc_bf16_to_float(mc_float_to_bf16(row[i]));
     }
 }
 
@@ -184,7 +183,10 @@ static inline void mc_linear_item(void *job, int64_t item)
     const mc_stretch *s = &l->stretches[item / l->num_keys];
     int64_t key = item % l->num_keys, each = l->num_heads / l->num_keys, end;
     float queries[MC_ROWS_TOGETHER][MC_MOST_HEAD], keys[MC_ROWS_TOGETHER][MC_MOST_HEAD];
+    int64_t values = 2 * l->num_keys * l->width;
     mc_channels of_query, of_key, of_value;
+    mc_round_rows(l, s, key * l->width, l->width);
+    mc_round_rows(l, s, (l->num_keys + key) * l->width, l->width);
     mc_see(l, s, key * l->width, l->width, &of_query);
     mc_see(l, s, (l->num_keys + key) * l->width, l->width, &of_key);
     for (int64_t begin = 0; begin < s->num; begin = end) {
@@ -199,7 +201,9 @@ static inline void mc_linear_item(void *job, int64_t item)
         }
         for (int64_t i = 0; i < each; i++) {
             int64_t head = l->is_tiled ? i * l->num_keys + key : key * each + i;
-            mc_see(l, s, 2 * l->num_keys * l->width + head * l->value_width, l->value_width, &of_value);
+            if (begin == 0)
+                mc_round_rows(l, s, values + head * l->value_width, l->value_width);
+            mc_see(l, s, values + head * l->value_width, l->value_width, &of_value);
             mc_delta_rows(l, s, &of_value, head, begin, end, queries[0], keys[0]);
             if (end == s->num)
                 mc_leave_all(l, s, &of_value);

@@ -45,5 +45,4 @@ cdef extern from "_linear.h" nogil:
         const float *gates
         float *out
 
-    void mc_round_rows(const mc_linear *l, int64_t num_stretches)
     void mc_linear_item(void *job, int64_t item)

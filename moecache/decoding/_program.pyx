@@ -13,7 +13,6 @@ from moecache.decoding._held cimport KeyValues, States
 from moecache.decoding._linear cimport (
     mc_linear,
     mc_linear_item,
-    mc_round_rows,
     mc_stretch,
 )
 from moecache.decoding._steps cimport (
@@ -896,7 +895,6 @@ cdef class Program:
         job.stretches = self.stretches + self.at * self.max_rows
         job.gates, job.out = self.gates, self.mixed
         job.decays, job.shares = self.keys, self.values
-        mc_round_rows(&job, self.num_stretches)
         # A state is read twice for a row, and written.
         run_items(
             mc_linear_item, &job, self.num_stretches * layer.num_keys,

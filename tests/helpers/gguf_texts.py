@@ -19,6 +19,15 @@ def parts_of(name: str, **settings: Any) -> tuple[Any, dict[str, Any], Tensors]:
     return model, known.metadata(model.config), known.tensors(model)
 
 
+def write_quantized(path: Path, name: str, num_positions: int = 512, **settings: Any) -> Path:
+    """Write a small quantized file of a model whose texts have so many positions at most."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    sizes["max_position_embeddings"] = num_positions
+    _, metadata, tensors = parts_of(name, **sizes, **settings)
+    write_gguf(path, metadata, tensors, QUANTIZED)
+    return path
+
+
 TEMPLATE = "{% for m in messages %}{{ m.content }}, {% endfor %}world"
 
 

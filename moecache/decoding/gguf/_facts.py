@@ -10,8 +10,6 @@ from moecache.decoding.gguf.angles import sharpness
 # Of transformers' models, whatever a file says of other norms; and where files say nothing.
 LATENT_EPSILON = 1e-6
 _NORM_MIN = 1e-12
-
-
 _FULL = "full_attention"
 _MISSING: Any = object()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL, MOST_RANK
 from moecache.decoding.gguf._common import CORRECTION
 from moecache.decoding.gguf._facts import Facts
-from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, is_made_numbers
+from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk, is_made_numbers
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat
 from moecache.kernels import tiler
@@ -21,8 +21,8 @@ BESIDE_NORMS = (
     *("post_attention_norm", "post_ffw_norm_1", "pre_ffw_norm_2"),
     *("post_ffw_norm_2", "post_ffw_norm"),
 )
-# What transformers and recipes compute themselves.
-_COMPUTED = ("rope_freqs.weight",)
+# By how much longer waves of a rotation are; settings say it, too.
+FACTORS = "rope_freqs.weight"
 
 Shapes = Mapping[str, tuple[int, ...]]
 Wanted = Iterator[tuple[str, tuple[int, ...]]]
@@ -39,10 +39,10 @@ def trunk_names(shapes: Shapes, num_layers: int) -> list[str]:
     ]
 
 
-def correction_of(shapes: Shapes, at: str) -> str | None:
-    """Return the tensor that corrects a router's scores, if a block has one."""
+def correction_of(known: Trunk | Shapes, at: str) -> str | None:
+    """Return which of some tensors corrects a router's scores, if a block has one."""
     names = (f"{at}.{CORRECTION}", f"{at}.{CORRECTION.removesuffix('.bias')}")
-    return next((name for name in names if name in shapes), None)
+    return next((name for name in names if name in known), None)
 
 
 def check_tensors(store: GgufStore, facts: Facts) -> None:
@@ -66,8 +66,7 @@ def check_tensors(store: GgufStore, facts: Facts) -> None:
     differing = routers ^ layers
     if differing:
         raise NoTextModelError(f"{min(differing)} has a router or experts, and not both")
-    names = trunk_names(found, facts.num_layers)
-    others = [name for name in names if name not in wanted and not _is_computed(facts, name)]
+    others = [name for name in trunk_names(found, facts.num_layers) if name not in wanted]
     if others:
         raise NoTextModelError(f"tensor {others[0]} is none of this model's")
     _check_behind(store, facts)
@@ -81,11 +80,6 @@ def check_tensors(store: GgufStore, facts: Facts) -> None:
             raise NoTextModelError(f"{name} in {known.name} runs with torch")
         if name == EMBEDDING and not isinstance(tiler(known.name, 1, matrix.columns), Tiler):
             raise NoTextModelError(f"rows in {known.name} are torch's to read")
-
-
-def _is_computed(facts: Facts, name: str) -> bool:
-    """Return whether a tensor's numbers follow from what a family's settings say."""
-    return facts.family.is_beside and name in _COMPUTED
 
 
 def _is_behind(name: str, num_layers: int) -> bool:
@@ -132,6 +126,8 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
     yield "output_norm.weight", (hidden,)
     if HEAD in found:
         yield HEAD, (facts.vocabulary, hidden)
+    if facts.family.is_beside and FACTORS in found:
+        yield FACTORS, (facts.all_heads()[0].turned // 2,)  # of layers that see all positions
     for block in range(facts.num_layers):
         at = f"blk.{block}"
         for name in ("attn_norm", facts.known.forward_norm):

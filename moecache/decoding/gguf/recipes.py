@@ -14,6 +14,7 @@ from moecache.decoding.gguf._known import KNOWN, family_of
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.decoding.gguf._tensors import (
     BESIDE_NORMS,
+    FACTORS,
     NoTextModelError,
     check_tensors,
     correction_of,
@@ -98,6 +99,8 @@ class FileModel:
         ]
         self._frequencies = np.concatenate([found for found, _ in tables])
         self._turn_scale = tables[0][1]
+        if FACTORS in store.tensor_shapes:
+            self._check_factors()
 
     @property
     def is_tied(self) -> bool:
@@ -189,7 +192,7 @@ class FileModel:
             self.settings.get("final_logit_softcapping"),
         )
 
-    def _norm(self, trunk: Trunk, name: str) -> Any:
+    def _norm(self, trunk: Trunk, name: str) -> Norm:
         return trunk.norm(name, self.settings["rms_norm_eps"])
 
     def _layer(
@@ -234,7 +237,7 @@ class FileModel:
 
     def _router(self, trunk: Trunk, at: str) -> Router:
         facts, family = self.facts, self.facts.family
-        name = correction_of(self._store.tensor_shapes, at)
+        name = correction_of(trunk, at)
         correction = None if name is None else trunk.numbers(name)
         if correction is not None and np.isnan(correction).any():
             raise ConfigError(f"{name} has values that are no numbers; download the file again")
@@ -362,21 +365,13 @@ class FileModel:
             if facts.hidden_size < 1 or heads.turned < 2 or heads.turned % 2:
                 raise NoTextModelError(f"{heads.turned} numbers of a head cannot be turned")
         check_tensors(self._store, facts)
-        if "rope_freqs.weight" in self._store.tensor_shapes:
-            self._check_factors()
 
     def _check_factors(self) -> None:
-        """Look whether the factors of a rotation are those that its settings stand for."""
-        found = self._store.read_tensor("rope_freqs.weight").reshape(-1)
-        (rope, width) = next(
-            (rope, heads.turned)
-            for rope, heads in zip(self.facts.ropes.values(), self.facts.all_heads(), strict=True)
-            if rope["rope_type"] == "proportional"
-        )
-        turned = int(rope["partial_rotary_factor"] * width // 2)
-        is_known = len(found) == width // 2 and (found[:turned] == 1).all()
-        if not is_known or not (found[turned:] >= _STILL).all():
-            raise NoTextModelError("rope_freqs.weight has other factors than this family's")
+        """Look whether a file's factors turn the pairs that its family turns, and no others."""
+        found = self._store.read_tensor(FACTORS)
+        is_turned = self._frequencies[: len(found)] != 0
+        if (found[is_turned] != 1).any() or not (found[~is_turned] >= _STILL).all():
+            raise NoTextModelError(f"{FACTORS} has other factors than this family's")
 
 
 def _pairs_of(architecture: Architecture, family: Family) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.prefixes import PAGE_TOKENS, PrefixCache
+from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Mask, Sampler, next_token
 from moecache.decoding.streams import TokenTimes
 
@@ -136,9 +136,9 @@ class Text:
         self.streamer.read(num)
         if num == self._num_prompt:
             self.take(logits)
-        else:
+        elif self._prefixes is not None:
             # Whole pages: who begins alike waits for them.
-            size = PAGE_TOKENS if self._prefixes is None else self._prefixes.page_tokens
+            size = self._prefixes.page_tokens
             self._keep(num // size * size)
 
     def step(self) -> None:

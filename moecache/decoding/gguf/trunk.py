@@ -47,7 +47,7 @@ class Trunk:
 
     def __init__(self, store: GgufStore, names: Sequence[str]) -> None:
         self._store, self._memory = store, Memory()
-        self._matrices = store.trunk_matrices
+        self._matrices, self._types = store.trunk_matrices, store.tensor_types
         self._names = set(names)
         self._done: list[int] = []  # bytes of each tensor that is there
         # The largest first, lest a head keep one thread busy when all others are done; the others
@@ -167,8 +167,8 @@ class Trunk:
     def _read_expansion(self, at: str) -> np.ndarray:
         names = [f"{at}.attn_{part}_b.weight" for part in ("kv", "k", "v")]
         names = [name for name in names if name in self]
-        types = self._store.tensor_types
-        dtype = np.float32 if any(types[name] in _WIDE for name in names) else ml_dtypes.bfloat16
+        is_wide = any(self._types[name] in _WIDE for name in names)
+        dtype = np.float32 if is_wide else ml_dtypes.bfloat16
         found = [self._store.read_tensor(name).astype(dtype, copy=False) for name in names]
         if len(found) == 2:
             keys, values = found  # keys transposed, for products with a query

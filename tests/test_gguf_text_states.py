@@ -6,15 +6,19 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moecache.decoding.gguf._states import STATE_TOKENS
 from moecache.decoding.gguf.continuing import open_prefixes
-from moecache.decoding.gguf.model import TextModel
+from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
 from moecache.decoding.gguf.opening import open_text_model
+from moecache.decoding.gguf.recipes import FileModel
 from moecache.errors import StoreError
+from moecache.sizing.headroom import Headroom, headroom, kv_bytes_per_token
+from moecache.stores import GgufStore, open_store
 from tests.helpers.gguf_texts import write_quantized
 from tests.test_gguf_text_model import run_text, text_after
 
@@ -174,3 +178,29 @@ def test_pages_of_another_shape_are_left_out(model: TextModel) -> None:
         tuple((seen, held.astype(np.float16)) for seen, held in states),
     ):
         assert model.new_cache([first, (*second[:keys], *other)]).length == 0
+
+
+def test_a_plan_leaves_room_for_keys_of_some_layers_and_states_of_the_others(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the file says of itself, and what is known as its model is opened."""
+    rooms = []
+
+    def noted(*args: Any, **named: Any) -> Headroom:
+        rooms.append(headroom(*args, **named))
+        return rooms[-1]
+
+    monkeypatch.setattr("moecache.runtime.plan.headroom", noted)
+    with open_text_model(file) as model:
+        cache = model.new_cache()
+        growth = cache.growth_bytes(1) - 256 * model.bytes_per_token
+    with open_store(file) as store:
+        assert isinstance(store, GgufStore)
+        said = FileModel(store)
+        assert kv_bytes_per_token(store.config) == said.bytes_per_token
+        assert said.bytes_per_token < len(store.config["layer_types"]) * 2 * 2 * 2 * 16
+    (room,) = rooms
+    assert growth == said.state_bytes > 0
+    assert room.kv_cache_bytes == room.context_tokens * said.bytes_per_token
+    prompts = said.prompt_bytes(PROMPT_TOKENS)
+    assert room.trunk_bytes == said.trunk_bytes + growth + prompts

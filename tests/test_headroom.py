@@ -15,6 +15,7 @@ from moecache.sizing.headroom import (
     headroom,
     kv_bytes_per_token,
     spare_bytes,
+    state_bytes,
 )
 from moecache.sizing.host_memory import CgroupLimit
 
@@ -64,6 +65,69 @@ GPT_OSS = {
     "hidden_size": 2880,
     "dtype": "bfloat16",
 }
+QWEN3_5 = {
+    "num_hidden_layers": 40,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "dtype": "bfloat16",
+}
+GEMMA4 = {
+    "num_hidden_layers": 30,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 512,
+    "hidden_size": 2816,
+    "dtype": "bfloat16",
+}
+NEMOTRON3_NANO = {
+    "num_hidden_layers": 52,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
+GRANITE4_TINY = {
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if layer in {5, 15, 25, 35} else "mamba" for layer in range(40)],
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "hidden_size": 1536,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "torch_dtype": "bfloat16",
+}
+LFM2_8B = {
+    "num_hidden_layers": 24,
+    "layer_types": [
+        "full_attention" if layer in {2, 6, 10, 14, 18, 21} else "conv" for layer in range(24)
+    ],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 2048,
+    "conv_L_cache": 3,
+    "torch_dtype": "bfloat16",
+}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +138,11 @@ GPT_OSS = {
         (OLMOE, 131_072),  # 16 * 16 * (128 + 128) * 2
         (DEEPSEEK_V3, 4_997_120),  # 61 * 128 * (192 + 128) * 2
         (GPT_OSS, 49_152),  # 24 * 8 * (64 + 64) * 2
+        (QWEN3_5, 20_480),  # 10 * 2 * (256 + 256) * 2: the others have states
+        (GEMMA4, 225_280),  # (25 * 8 * (256 + 256) + 5 * 2 * (512 + 512)) * 2
+        (NEMOTRON3_NANO, 6_144),  # 6 * 2 * (128 + 128) * 2
+        (GRANITE4_TINY, 8_192),  # 4 * 4 * (128 + 128) * 2
+        (LFM2_8B, 12_288),  # 6 * 8 * (64 + 64) * 2
         ({**MIXTRAL, "torch_dtype": "float16"}, 131_072),
         ({**MIXTRAL, "torch_dtype": "float32"}, 262_144),
         ({**MIXTRAL, "torch_dtype": None}, 262_144),  # transformers loads those in float32
@@ -86,6 +155,28 @@ GPT_OSS = {
 def test_the_kv_cache_of_known_models(config: dict[str, Any], nbytes: int) -> None:
     """Worked out by hand: layers * heads * (key + value) * bytes of the dtype."""
     assert kv_bytes_per_token(config) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("config", "nbytes"),
+    [
+        (MIXTRAL, 0),
+        (GEMMA4, 0),
+        # A state of each value's head, and four rows of queries, keys and values.
+        (QWEN3_5, 3 * 30 * 4 * (32 * 128 * 128 + 4 * (2 * 16 + 32) * 128)),
+        # A head's state, and four rows of values and of each group's two vectors.
+        (NEMOTRON3_NANO, 3 * 23 * 4 * (64 * 64 * 128 + 4 * (64 * 64 + 2 * 8 * 128))),
+        (GRANITE4_TINY, 3 * 36 * 4 * (48 * 64 * 128 + 4 * (48 * 64 + 2 * 128))),
+        (LFM2_8B, 3 * 18 * 4 * 3 * 2048),
+    ],
+)
+def test_the_states_of_known_models(config: dict[str, Any], nbytes: int) -> None:
+    """In three places: what is read, what is written, and what is saved."""
+    assert state_bytes(config) == nbytes
+    assert headroom(1000, config).trunk_bytes == 1000 + nbytes
+    # Who says a token's bytes counts states, too.
+    said = headroom(1000, config, token_bytes=10)
+    assert (said.trunk_bytes, said.kv_cache_bytes) == (1000, 10 * said.context_tokens)
 
 
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads"])

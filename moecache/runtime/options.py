@@ -18,6 +18,9 @@ from moecache.prefetch.predict import Predictor
 from moecache.profiles.file import check_path
 from moecache.ranks import Share
 
+# Options that are counts, and may be 0.
+_SIZES = ("context_tokens", "host_bytes", "token_bytes")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -108,6 +111,9 @@ class Options:
         Bytes that the host will still take for trunk, products and prompts. A plan without `memory`
         and `reserve` leaves them free; by default the trunk's bytes, as stored. Give 0 if the
         trunk is in memory already.
+    token_bytes : int, optional
+        Bytes of a token's keys and values in that cache; by default as the checkpoint's config.json
+        says. States of layers that have none are then part of `host_bytes`.
     makes_room : bool, default False
         Whether the host calls `ExpertRuntime.make_room` before its KV cache takes memory. Slots in
         RAM then have what a plan without `memory` and `reserve` keeps for the cache, all but its
@@ -144,6 +150,7 @@ class Options:
     layers: Collection[str] | None = None
     context_tokens: int | None = None
     host_bytes: int | None = None
+    token_bytes: int | None = None
     makes_room: bool = False
     share: Share | None = None
 
@@ -184,7 +191,7 @@ class Options:
         on_gpu = parse_device(self.device) is not None
         if self.slots is not None and self.memory is not None:
             raise ConfigError("give either memory or slots, not both")
-        for name in ("slots", "loader_threads", "top_k", "context_tokens", "host_bytes"):
+        for name in ("slots", "loader_threads", "top_k", *_SIZES):
             value: Any = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}")
@@ -192,7 +199,7 @@ class Options:
             raise ConfigError(f"share must be a moecache.ranks.Share, got {self.share!r}")
         if self.slots is not None and self.slots < 1:
             raise ConfigError(f"slots must be at least 1, got {self.slots}")
-        for name in ("context_tokens", "host_bytes"):
+        for name in _SIZES:
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if self.progress is not None and not callable(self.progress):

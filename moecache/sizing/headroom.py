@@ -12,6 +12,15 @@ from moecache.units import format_bytes
 DEFAULT_CONTEXT_TOKENS = 4096
 # Tokens whose keys and values have memory from the first moment on.
 FIRST_TOKENS = 512
+# Kinds of layers, as transformers names them, that hold no keys and values; those of them that hold
+# states instead; and those that have both.
+_WITHOUT_KEYS = {"linear_attention", "conv", "moe", "mlp", "dummy"}
+_WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+# Nemotron's letters for them.
+_PATTERN = {"M": "linear_attention", "E": "moe", "-": "mlp"}
+# Places of a text's states: what is read, what is written, and what is saved for its pages.
+STATE_PLACES = 3
 # A sixteenth of a host's free memory stays spare, but at least 32 MiB, if these are no more than a
 # quarter of it.
 _SPARE_PART = 16
@@ -28,7 +37,7 @@ class Headroom:
     trunk_bytes : int
         All tensors but the experts', as stored, or what the host takes instead.
     kv_cache_bytes : int
-        Keys and values of `context_tokens` tokens.
+        Keys and values of `context_tokens` tokens, without states, whose size no token changes.
     context_tokens : int
     staging_bytes : int
         Buffers of the reads.
@@ -81,6 +90,7 @@ def headroom(
     *,
     staging_bytes: int = 0,
     context_tokens: int | None = None,
+    token_bytes: int | None = None,
     free_bytes: int | None = None,
 ) -> Headroom:
     """Return what a model needs beside its experts.
@@ -88,11 +98,15 @@ def headroom(
     Parameters
     ----------
     trunk_bytes : int
+        States of layers that have no keys and values come on top, as config says.
     config : mapping
         The checkpoint's config.json.
     staging_bytes : int, default 0
     context_tokens : int, optional
         Length of the KV cache; by default the model's longest context, at most 4096.
+    token_bytes : int, optional
+        Bytes of a token's keys and values, from a host that knows them and counts its states as
+        part of `trunk_bytes`; by default as config says.
     free_bytes : int, optional
         Free memory of the host that has the slots, which what is spare follows; by default
         that is 512 MiB.
@@ -102,9 +116,12 @@ def headroom(
     if context_tokens is None:
         longest = _number(config, "max_position_embeddings") or DEFAULT_CONTEXT_TOKENS
         context_tokens = min(longest, DEFAULT_CONTEXT_TOKENS)
+    if token_bytes is None:
+        token_bytes = kv_bytes_per_token(config)
+        trunk_bytes += state_bytes(config)
     return Headroom(
         trunk_bytes,
-        kv_bytes_per_token(config) * context_tokens,
+        token_bytes * context_tokens,
         context_tokens,
         staging_bytes,
         RESERVE_BYTES if free_bytes is None else spare_bytes(free_bytes),
@@ -114,24 +131,60 @@ def headroom(
 def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     """Return the bytes of one token's keys and values in all layers; 0 if config does not say.
 
-    Every layer counts as full attention in the model's dtype: what Hugging Face
-    transformers allocates at most (for multi-head latent attention, its
+    Every layer that has keys and values counts as full attention in the model's dtype: what
+    Hugging Face transformers allocates at most (for multi-head latent attention, its
     decompressed heads).
     """
     num_layers = _number(config, "num_hidden_layers")
     num_heads = _number(config, "num_attention_heads")
     hidden = _number(config, "hidden_size")
-    if not num_layers or not num_heads:
+    kinds = _layer_kinds(config)
+    if not (num_layers or kinds) or not num_heads:
         return 0
     kv_heads = _number(config, "num_key_value_heads") or num_heads
     head_size = _number(config, "head_dim") or hidden // num_heads
     key_size = _number(config, "qk_nope_head_dim") + _number(config, "qk_rope_head_dim")
     value_size = _number(config, "v_head_dim")
+    usual = kv_heads * ((key_size or head_size) + (value_size or head_size))
+    # Gemma 4's layers that see all positions have heads of their own.
+    wide = 2 * (_number(config, "num_global_key_value_heads") or kv_heads)
+    wide *= _number(config, "global_head_dim")
+    sizes = {"full_attention": wide or usual, **dict.fromkeys(_WITHOUT_KEYS, 0)}
+    numbers = sum(sizes.get(kind, usual) for kind in kinds) if kinds else num_layers * usual
     dtype = config.get("dtype", config.get("torch_dtype"))
-    item_bytes = 4 if dtype is None or dtype == "float32" else 2
-    return (
-        num_layers * kv_heads * ((key_size or head_size) + (value_size or head_size)) * item_bytes
-    )
+    return numbers * (4 if dtype is None or dtype == "float32" else 2)
+
+
+def state_bytes(config: Mapping[str, Any]) -> int:
+    """Return the bytes of a text's states in all places and layers that hold some, in float32.
+
+    0 if config does not say. Qwen 3.5's and Qwen3-Next's gated delta rule, Mamba 2 as Nemotron and
+    Granite have it, LFM2's convolutions.
+    """
+    # Heads' states, and the rows that a convolution sees.
+    keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
+    values = _number(config, "linear_num_value_heads") * _number(config, "linear_value_head_dim")
+    held = _number(config, "linear_key_head_dim") * values
+    seen = (2 * keys + values) * _number(config, "linear_conv_kernel_dim")
+    size = _number(config, "ssm_state_size", "mamba_d_state")
+    values = _number(config, "mamba_num_heads", "mamba_n_heads")
+    values *= _number(config, "mamba_head_dim", "mamba_d_head")
+    groups = _number(config, "n_groups", "mamba_n_groups")
+    held += size * values
+    seen += (values + 2 * groups * size) * _number(config, "conv_kernel", "mamba_d_conv")
+    seen += _number(config, "hidden_size") * _number(config, "conv_L_cache")
+    num_layers = sum(kind in _WITH_STATES for kind in _layer_kinds(config))
+    return 4 * STATE_PLACES * num_layers * (held + seen)
+
+
+def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return each layer's kind, as transformers names them; nothing if config does not say."""
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return [_PATTERN.get(letter, "full_attention") for letter in pattern]
+    found = config.get("layer_types", config.get("layers_block_type"))
+    is_known = isinstance(found, list) and all(isinstance(kind, str) for kind in found)
+    return [_OLDER.get(kind, kind) for kind in found or ()] if is_known else []
 
 
 def check_fits(slot_bytes: int, staging_bytes: int) -> None:
@@ -149,7 +202,7 @@ def check_fits(slot_bytes: int, staging_bytes: int) -> None:
     )
 
 
-def _number(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    found = (config.get(name) for name in names)
     # A number that no model has counts as absent.
-    return value if type(value) is int and 0 < value < 2**31 else 0
+    return next((value for value in found if type(value) is int and 0 < value < 2**31), 0)

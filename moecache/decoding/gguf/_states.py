@@ -9,6 +9,7 @@ from moecache.decoding.gguf._facts import LinearSizes
 from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.prefixes import Page
 from moecache.interrupts import uninterrupted
+from moecache.sizing.headroom import STATE_PLACES
 
 _NOTHING: np.ndarray = np.zeros(0, np.float32)
 # States are saved behind a multiple of so many tokens, as pages end there.
@@ -105,7 +106,7 @@ class StatesCache(TextCache):
 
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
-        states = 3 * self._is_linear.count(True) * self._linear.nbytes
+        states = STATE_PLACES * self._is_linear.count(True) * self._linear.nbytes
         return super().growth_bytes(num_new) + (states if self._states is None else 0)
 
     def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -117,7 +118,9 @@ class StatesCache(TextCache):
     def _all_states(self) -> tuple[list[States], list[States]]:
         """Return the layers' states, by which of the two places is read."""
         if self._states is None:
-            seen, held = (np.zeros((3, *shape), np.float32) for shape in self._state_shapes())
+            seen, held = (
+                np.zeros((STATE_PLACES, *shape), np.float32) for shape in self._state_shapes()
+            )
             linear = self._linear
 
             def page(layer: int, turn: int) -> States:

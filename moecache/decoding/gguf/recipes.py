@@ -37,6 +37,7 @@ from moecache.decoding.recipe import (
 from moecache.decoding.room import room_behind
 from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel
+from moecache.sizing.headroom import STATE_PLACES
 from moecache.stores import GgufStore
 
 __all__ = ["FileModel", "NoTextModelError"]
@@ -130,6 +131,13 @@ class FileModel:
         blocks = range(self.num_layers)
         held = [self.facts.held(block) for block in blocks if not self.facts.is_linear(block)]
         return sum(2 * heads * (width + value_width) for heads, width, value_width in held)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a text's states, in all places."""
+        linear = self.facts.linear
+        num_layers = sum(map(self.facts.is_linear, range(self.num_layers)))
+        return 0 if linear is None else STATE_PLACES * num_layers * linear.nbytes
 
     def prompt_bytes(self, num_tokens: int) -> int:
         """Return the memory that a program takes for so many tokens of a prompt, about."""

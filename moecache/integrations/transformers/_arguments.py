@@ -34,7 +34,8 @@ _NAMES = {
 # Options of `moecache.open` that `load` takes; it finds the others by itself, or transformers has
 # them (dtype).
 OPTIONS = {field.name for field in fields(Options)} - {
-    *("memory", "device", "dtype", "top_k", "layers", "host_bytes", "makes_room", "share"),
+    *("memory", "device", "dtype", "top_k", "layers", "host_bytes", "token_bytes"),
+    *("makes_room", "share"),
 }
 # Device maps that mean: where the slots are.
 AUTOMATIC = ("auto", "sequential")

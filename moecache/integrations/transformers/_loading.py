@@ -34,12 +34,13 @@ from moecache.integrations.transformers._quantizer import MoeCacheConfig
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._slots import device_of
 from moecache.integrations.transformers._source import Source
-from moecache.integrations.transformers.prompts import planned_bytes
+from moecache.integrations.transformers.prompts import bytes_per_token, planned_bytes
 from moecache.layout import ExpertLayout
 from moecache.prefault.mappings import read_mappings, split
 from moecache.ranks import Placement, Share
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import Settings
+from moecache.sizing.headroom import state_bytes
 from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
@@ -185,6 +186,7 @@ def load(
             options["prefetch"] = "echo"
         prompts_bytes = planned_bytes(model, source.store.layout.top_k) + parse_bytes(prefix_memory)
         host_bytes = _host_bytes(model, compute) + prompts_bytes
+        host_bytes += state_bytes(model.config.get_text_config().to_dict())
         runtime = open(
             source.take(),
             memory,
@@ -192,6 +194,7 @@ def load(
             **options,
             dtype=source.dtype if on_host else None,
             host_bytes=host_bytes if on_host else None,
+            token_bytes=bytes_per_token(model) if on_host else None,
             makes_room=on_host and ranks is None,
             share=share,
         )

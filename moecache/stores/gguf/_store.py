@@ -31,6 +31,10 @@ _CONFIG = {
     "max_position_embeddings": "context_length",
 }
 
+# Tensors of layers that hold states instead.
+_STATES = ("ssm_a", "shortconv.conv.weight")
+_MOST_LAYERS = 10_000  # more than any model has
+
 
 class GgufStore(CheckpointStore):
     """Read experts from a GGUF file, or the parts of a split one, in place.
@@ -184,7 +188,24 @@ class GgufStore(CheckpointStore):
     def _find_config(self) -> dict[str, Any]:
         numbers = {name: self._number(key) for name, key in _CONFIG.items()}
         known = {name: number for name, number in numbers.items() if number}
-        return {"model_type": self.architecture, "dtype": "bfloat16", **known}
+        return {"model_type": self.architecture, "dtype": "bfloat16", **known, **self._kinds()}
+
+    def _kinds(self) -> dict[str, Any]:
+        """Return the kinds of layers, and the most heads of keys, if some layers have none."""
+        heads = self.metadata.get(f"{self.architecture}.attention.head_count_kv")
+        found: dict[str, Any] = {}
+        if isinstance(heads, list) and heads and all(type(number) is int for number in heads):
+            found["num_key_value_heads"] = max(heads)
+        layers = range(min(self._number("block_count"), _MOST_LAYERS))
+        kinds = ["full_attention"] * len(layers)
+        for layer in layers:
+            if any(f"blk.{layer}.{name}" in self._tensors for name in _STATES):
+                kinds[layer] = "linear_attention"
+            elif f"blk.{layer}.attn_output.weight" not in self._tensors:
+                kinds[layer] = "moe"
+        if len(set(kinds)) > 1:
+            found["layer_types"] = kinds
+        return found
 
     def _number(self, key: str) -> int:
         """Return a number that the metadata have of the architecture; 0 if there is none."""

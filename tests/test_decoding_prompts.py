@@ -11,8 +11,8 @@ from moecache import ExpertCache
 from moecache.decoding._held import KeyValues
 from moecache.decoding._program import Program
 from moecache.decoding.recipe import Recipe
+from tests.helpers.decoding import HIDDEN, call, drawn, grouped, linear, recipe_of
 from tests.helpers.kernels import LEVELS, computing
-from tests.test_decoding import HIDDEN, call, drawn, grouped, linear, recipe_of
 
 # More than a block of positions, and no multiple of it.
 NUM = 150

@@ -10,8 +10,8 @@ from moecache import ExpertCache
 from moecache.decoding._held import KeyValues
 from moecache.decoding._program import MAX_ROWS, Program
 from moecache.errors import ConfigError
+from tests.helpers.decoding import HIDDEN, KINDS, angles, call, pages_of, recipe_of
 from tests.helpers.kernels import LEVELS, computing
-from tests.test_decoding import HIDDEN, KINDS, angles, call, pages_of, recipe_of
 
 LENGTHS = (0, 3, 11, 6)
 

@@ -71,8 +71,16 @@ cdef struct Layer:
     int64_t kernel
     int64_t channels
     const float *conv
+    const float *conv_bias
     const float *rates
     const float *steps
+    # Of a state space, whose gates, shares and all that goes through the convolution are one
+    # product; of a convolution alone.
+    bint is_scan
+    const float *skips
+    int64_t num_norms
+    bint is_short
+    bint has_attention
     # Of latent attention.
     bint is_latent
     Linear low
@@ -114,5 +122,9 @@ cdef class Bound:
     cdef const float *_floats(self, given, int64_t num) except? NULL
     cdef int _bind_attention(self, Layer *layer, a) except -1
     cdef int _bind_linear_attention(self, Layer *layer, a) except -1
+    cdef int _bind_heads(self, Layer *layer, a) except -1
+    cdef int _bind_convolution(self, Layer *layer, a, int64_t channels) except -1
+    cdef int _bind_space(self, Layer *layer, a) except -1
+    cdef int _bind_short(self, Layer *layer, a) except -1
     cdef int _bind_rotation(self, Layer *layer, a, int64_t most) except -1
     cdef int _bind_latents(self, Layer *layer, a) except -1

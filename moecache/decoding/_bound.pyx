@@ -21,7 +21,12 @@ from moecache.decoding._steps cimport (
 from moecache.kernels._jobs cimport MC_BF16, MC_F32
 from moecache.kernels._kernels cimport Experts, Matrix
 
-from moecache.decoding.recipe import LatentAttention, LinearAttention
+from moecache.decoding.recipe import (
+    LatentAttention,
+    LinearAttention,
+    ShortConvolution,
+    StateSpace,
+)
 from moecache.errors import ConfigError
 from moecache.kernels._kernels import ACTIVATIONS as _ACTIVATIONS
 from moecache.kernels._kernels import INPUTS as _INPUTS
@@ -127,16 +132,25 @@ cdef class Bound:
         self._bind_norm(&layer.attention_out, given.attention_out, hidden)
         self._bind_norm(&layer.forward_out, given.forward_out, hidden)
         self._bind_beside(layer, given)
+        layer.has_attention = a is not None
+        if layer.has_attention != (given.attention_norm is not None):
+            raise ConfigError("attention comes with a norm, and a norm with attention")
         if isinstance(a, LatentAttention):
             self._bind_latents(layer, a)
         elif isinstance(a, LinearAttention):
             self._bind_linear_attention(layer, a)
-        else:
+        elif isinstance(a, StateSpace):
+            self._bind_space(layer, a)
+        elif isinstance(a, ShortConvolution):
+            self._bind_short(layer, a)
+        elif a is not None:
             self._bind_attention(layer, a)
+        if given.forward_norm is None and (forward is not None or router is not None):
+            raise ConfigError("a feed-forward has no norm")
         if forward is not None:
-            width = forward.gate.matrix.rows
-            self._bind_linear(&layer.gate, forward.gate, hidden)
-            self._bind_linear(&layer.up, forward.up, hidden, width)
+            width = forward.up.matrix.rows
+            self._bind_linear(&layer.gate, forward.gate, hidden, width)
+            self._bind_linear(&layer.up, forward.up, hidden)
             self._bind_linear(&layer.down, forward.down, width, hidden)
             self._bind_linear(&layer.weight, forward.weight, hidden, 1)
             layer.activation.kind = _ACTIVATIONS.index(forward.activation)
@@ -237,25 +251,12 @@ cdef class Bound:
         return 0
 
     cdef int _bind_linear_attention(self, Layer *layer, a) except -1:
-        cdef int64_t hidden = self.hidden_size, channels, values
-        layer.is_linear, layer.is_tiled = True, a.is_tiled
-        layer.num_keys, layer.num_heads = a.num_keys, a.num_heads
-        layer.width, layer.value_width = a.width, a.value_width
-        if a.conv.ndim != 2 or not 1 <= a.conv.shape[0] <= MC_MOST_KERNEL:
-            raise ConfigError(f"no convolution has weights {a.conv.shape}")
-        layer.kernel = a.conv.shape[0]
-        if (
-            layer.num_keys < 1 or layer.num_heads < 1 or layer.num_heads % layer.num_keys
-            or not 1 <= layer.width <= MC_MOST_HEAD
-            or not 1 <= layer.value_width <= MC_MOST_HEAD
-        ):
-            raise ConfigError(
-                f"{a.num_heads} heads of {a.value_width} do not share {a.num_keys} of {a.width}"
-            )
+        cdef int64_t hidden = self.hidden_size, values
+        layer.is_tiled = a.is_tiled
+        self._bind_heads(layer, a)
         values = layer.num_heads * layer.value_width
-        layer.channels = channels = 2 * layer.num_keys * layer.width + values
         self._bind_linear(
-            &layer.query, a.mixed, hidden, channels + (values if a.gates is None else 0)
+            &layer.query, a.mixed, hidden, layer.channels + (values if a.gates is None else 0)
         )
         self._bind_linear(&layer.key, a.decays, hidden, layer.num_heads)
         self._bind_linear(
@@ -266,9 +267,63 @@ cdef class Bound:
         self._bind_norm(&layer.query_norm, a.norm, layer.value_width)
         if layer.query_norm.width != layer.value_width or layer.query_norm.bias != NULL:
             raise ConfigError(f"a norm of {a.norm.weight.size} is none of {a.value_width}")
-        layer.conv = self._floats(a.conv, layer.kernel * channels)
+        return 0
+
+    cdef int _bind_heads(self, Layer *layer, a) except -1:
+        """Bind what heads with states have in common."""
+        layer.num_keys, layer.num_heads = a.num_keys, a.num_heads
+        layer.width, layer.value_width = a.width, a.value_width
+        if (
+            layer.num_keys < 1 or layer.num_heads < 1 or layer.num_heads % layer.num_keys
+            or not 1 <= layer.width <= MC_MOST_HEAD
+            or not 1 <= layer.value_width <= MC_MOST_HEAD
+        ):
+            raise ConfigError(
+                f"{a.num_heads} heads of {a.value_width} do not share {a.num_keys} of {a.width}"
+            )
         layer.rates = self._floats(a.rates, layer.num_heads)
         layer.steps = self._floats(a.steps, layer.num_heads)
+        return self._bind_convolution(
+            layer, a, 2 * layer.num_keys * layer.width + layer.num_heads * layer.value_width
+        )
+
+    cdef int _bind_convolution(self, Layer *layer, a, int64_t channels) except -1:
+        if a.conv.ndim != 2 or not 1 <= a.conv.shape[0] <= MC_MOST_KERNEL:
+            raise ConfigError(f"no convolution has weights {a.conv.shape}")
+        layer.is_linear, layer.kernel, layer.channels = True, a.conv.shape[0], channels
+        layer.conv = self._floats(a.conv, layer.kernel * channels)
+        return 0
+
+    cdef int _bind_space(self, Layer *layer, a) except -1:
+        cdef int64_t hidden = self.hidden_size, values
+        layer.is_scan, layer.num_norms = True, a.num_norms
+        self._bind_heads(layer, a)
+        values = layer.num_heads * layer.value_width
+        self._bind_linear(
+            &layer.query, a.mixed, hidden, values + layer.channels + layer.num_heads
+        )
+        self._bind_linear(&layer.out, a.out, values, hidden)
+        self._bind_norm(&layer.query_norm, a.norm, values)
+        if (
+            layer.query_norm.width != values or layer.query_norm.bias != NULL
+            or not 1 <= layer.num_norms <= values or values % layer.num_norms
+        ):
+            raise ConfigError(
+                f"a norm of {a.norm.weight.size} is none of {values} in {a.num_norms} parts"
+            )
+        layer.query_norm.width = values // layer.num_norms
+        layer.conv_bias = self._floats(a.conv_bias, layer.channels)
+        layer.skips = self._floats(a.skips, layer.num_heads)
+        return 0
+
+    cdef int _bind_short(self, Layer *layer, a) except -1:
+        cdef int64_t hidden = self.hidden_size
+        # As one head without a state.
+        layer.is_short, layer.num_heads, layer.value_width = True, 1, hidden
+        self._bind_convolution(layer, a, hidden)
+        self._bind_linear(&layer.query, a.mixed, hidden, 3 * hidden)
+        self._bind_linear(&layer.out, a.out, hidden, hidden)
+        layer.conv_bias = self._floats(a.conv_bias, hidden)
         return 0
 
     cdef int _bind_rotation(self, Layer *layer, a, int64_t most) except -1:

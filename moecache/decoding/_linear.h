@@ -1,5 +1,5 @@
-/* A layer of linear attention between its products: a convolution over the last rows, then the gated delta
- * rule; Yang et al., Gated Delta Networks, 2024.
+/* A layer whose heads have states instead of keys and values: a convolution over the last rows, then the gated delta
+ * rule (Yang et al., Gated Delta Networks, 2024), or Mamba 2's scan (Dao and Gu, Transformers are SSMs, 2024).
  *
  * A row's bits depend on it and on the rows of its sequence before it, however they were cut into calls. */
 #ifndef MOECACHE_LINEAR_H
@@ -7,8 +7,8 @@
 
 #include "_steps.h"
 
-/* Most rows of a convolution, and numbers of a head; rows that go through a head together. */
-enum { MC_MOST_KERNEL = 8, MC_MOST_HEAD = 256, MC_ROWS_TOGETHER = 16 };
+/* Most rows of a convolution, and numbers of a head; channels, and rows, that go together. */
+enum { MC_MOST_KERNEL = 8, MC_MOST_HEAD = 256, MC_CHANNELS = 128, MC_ROWS_TOGETHER = 16 };
 
 /* Rows of a sequence, and what those before them have left: the last ones, which a convolution sees, in the type
  * MC_F32 or MC_BF16, and the heads' states. The next ones may be written over these. Behind the first `num_saved`
@@ -20,7 +20,7 @@ typedef struct {
     int64_t row_step, channel_step; /* of these: bytes */
     int seen_type;
     uint8_t *saved_seen;
-    const float *states; /* [num_heads, width, value_width] */
+    const float *states; /* [num_heads, width, value_width], or of a scan [num_heads, value_width, width] */
     float *next_states, *saved_states;
 } mc_stretch;
 
@@ -29,43 +29,38 @@ typedef struct {
     int64_t num_keys, num_heads; /* heads of queries and keys, and of values */
     int64_t width, value_width;
     int is_tiled; /* whether a key's heads of values are `num_keys` apart, and not neighbours */
-    int64_t kernel;
-    const float *conv;          /* [kernel, channels]: channels of queries, keys and values */
-    const float *rates, *steps; /* [num_heads]: a state decays by exp(rate * softplus(x + step)) */
-    const uint8_t *norm;        /* of a head's result */
+    int is_scan;
+    int64_t kernel, channels;
+    const float *conv, *conv_bias;           /* [kernel, channels], and [channels] or NULL */
+    int has_activation;                      /* whether the convolution's silu goes on */
+    int64_t queries_at, keys_at, values_at;  /* their first channels */
+    const float *rates, *steps;              /* [num_heads]: a state decays by exp(rate * softplus(x + step)) */
+    const float *skips;                      /* of a scan [num_heads]: how much of a value is added to the result */
+    const uint8_t *norm;                     /* of a head's result, by the delta rule */
     int norm_type;
     float epsilon;
     const mc_stretch *stretches;
-    float *mixed;                  /* [rows, channels] */
-    const float *decays, *shares;  /* [rows, num_heads]: before they are made parts of 1 */
-    const float *gates;            /* [rows, num_heads, value_width] */
-    float *out;                    /* the same */
+    float *mixed;                            /* [rows, channels] */
+    const float *decays, *shares;            /* [rows, num_heads]: before they are made parts of 1; a scan's are one */
+    const float *gates;                      /* [rows, num_heads, value_width] */
+    int64_t mixed_step, share_step, gate_step; /* numbers from a row of these to the next */
+    float *out;                              /* [rows, num_heads, value_width] */
 } mc_linear;
 
-/* Where some channels of a convolution's rows are read from. */
-typedef struct {
-    int64_t channel, num;
-    float seen[MC_MOST_KERNEL - 1][MC_MOST_HEAD]; /* the last is the row before the first */
-} mc_channels;
+/* Some channels' rows before the first; the last is the row before it. */
+typedef float mc_seen[MC_MOST_KERNEL - 1][MC_CHANNELS];
 
-static inline int64_t mc_num_channels(const mc_linear *l)
+static inline void mc_see(const mc_linear *l, const mc_stretch *s, int64_t channel, int64_t num, mc_seen seen)
 {
-    return 2 * l->num_keys * l->width + l->num_heads * l->value_width;
-}
-
-static inline void mc_see(const mc_linear *l, const mc_stretch *s, int64_t channel, int64_t num, mc_channels *c)
-{
-    c->channel = channel;
-    c->num = num;
     for (int64_t t = 0; t < l->kernel - 1; t++) {
         const uint8_t *from = s->seen + t * s->row_step + channel * s->channel_step;
         for (int64_t i = 0; i < num; i++) {
             uint16_t half;
             if (s->seen_type == MC_F32)
-                memcpy(&c->seen[t][i], from + i * s->channel_step, 4);
+                memcpy(&seen[t][i], from + i * s->channel_step, 4);
             else {
                 memcpy(&half, from + i * s->channel_step, 2);
-                c->seen[t][i] = mc_bf16_to_float(half);
+                seen[t][i] = mc_bf16_to_float(half);
             }
         }
     }
@@ -75,77 +70,110 @@ static inline void mc_see(const mc_linear *l, const mc_stretch *s, int64_t chann
 static inline void mc_round_rows(const mc_linear *l, const mc_stretch *s, int64_t channel, int64_t num)
 {
     for (int64_t t = 0; s->seen_type == MC_BF16 && t < s->num; t++) {
-        float *row = l->mixed + (s->first + t) * mc_num_channels(l) + channel;
+        float *row = l->mixed + (s->first + t) * l->mixed_step + channel;
         for (int64_t i = 0; i < num; i++)
             row[i] = mc_bf16_to_float(mc_float_to_bf16(row[i]));
     }
 }
 
-/* Row `t` of a stretch; negative ones are those before it. */
-static inline const float *mc_seen_row(const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t t)
+/* Row `t` of a stretch, from a channel on; negative ones are those before it. */
+static inline const float *mc_seen_row(
+    const mc_linear *l, const mc_stretch *s, mc_seen seen, int64_t channel, int64_t t)
 {
     if (t < 0)
-        return c->seen[l->kernel - 1 + t];
-    return l->mixed + (s->first + t) * mc_num_channels(l) + c->channel;
+        return seen[l->kernel - 1 + t];
+    return l->mixed + (s->first + t) * l->mixed_step + channel;
 }
 
 /* Keeps what the rows behind the first `num` will see. */
-static inline void mc_leave(const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t num, uint8_t *seen)
+static inline void mc_leave(
+    const mc_linear *l, const mc_stretch *s, mc_seen seen, int64_t channel, int64_t channels, int64_t num,
+    uint8_t *next)
 {
     for (int64_t t = 0; t < l->kernel - 1; t++) {
-        const float *row = mc_seen_row(l, s, c, num - (l->kernel - 1) + t);
-        uint8_t *to = seen + t * s->row_step + c->channel * s->channel_step;
-        for (int64_t i = 0; i < c->num; i++)
+        const float *row = mc_seen_row(l, s, seen, channel, num - (l->kernel - 1) + t);
+        uint8_t *to = next + t * s->row_step + channel * s->channel_step;
+        for (int64_t i = 0; i < channels; i++)
             mc_store(row + i, 1, s->seen_type, to + i * s->channel_step);
     }
 }
 
-static inline void mc_leave_all(const mc_linear *l, const mc_stretch *s, const mc_channels *c)
+static inline int64_t mc_convolve_items(const mc_linear *l)
 {
-    if (s->num_saved)
-        mc_leave(l, s, c, s->num_saved, s->saved_seen);
-    mc_leave(l, s, c, s->num, s->next_seen);
+    return (l->channels + MC_CHANNELS - 1) / MC_CHANNELS;
 }
 
-/* silu of the convolution's row; `out` has room for a multiple of 16. */
-static inline void mc_convolve(
-    const mc_linear *l, const mc_stretch *s, const mc_channels *c, int64_t t, float *out)
+/* The convolution of some of a sequence's channels, in place: the last row first, as no other sees it. */
+static inline void mc_convolve_item(void *job, int64_t item)
 {
+    const mc_linear *l = job;
     const mc_activation silu = {.kind = MC_SILU};
-    memset(out, 0, (size_t)((c->num + 15) & ~15) * sizeof *out);
-    for (int64_t j = 0; j < l->kernel; j++) {
-        const float *row = mc_seen_row(l, s, c, t - (l->kernel - 1) + j);
-        const float *weight = l->conv + j * mc_num_channels(l) + c->channel;
-        for (int64_t i = 0; i < c->num; i++)
-            out[i] += row[i] * weight[i];
+    int64_t parts = mc_convolve_items(l);
+    const mc_stretch *s = &l->stretches[item / parts];
+    int64_t channel = item % parts * MC_CHANNELS;
+    int64_t num = l->channels - channel < MC_CHANNELS ? l->channels - channel : MC_CHANNELS;
+    mc_seen seen;
+    mc_round_rows(l, s, channel, num);
+    mc_see(l, s, channel, num, seen);
+    if (s->num_saved)
+        mc_leave(l, s, seen, channel, num, s->num_saved, s->saved_seen);
+    mc_leave(l, s, seen, channel, num, s->num, s->next_seen);
+    for (int64_t t = s->num - 1; t >= 0; t--) {
+        float sums[MC_CHANNELS] = {0};
+        for (int64_t j = 0; j < l->kernel; j++) {
+            const float *row = mc_seen_row(l, s, seen, channel, t - (l->kernel - 1) + j);
+            const float *weight = l->conv + j * l->channels + channel;
+            for (int64_t i = 0; i < num; i++)
+                sums[i] += row[i] * weight[i];
+        }
+        for (int64_t i = 0; l->conv_bias && i < num; i++)
+            sums[i] += l->conv_bias[channel + i];
+        if (l->has_activation)
+            l->level->activate(sums, NULL, (num + 15) & ~15, &silu);
+        memcpy(l->mixed + (s->first + t) * l->mixed_step + channel, sums, (size_t)num * sizeof *sums);
     }
-    l->level->activate(out, NULL, (c->num + 15) & ~15, &silu);
 }
 
-/* x = x / sqrt(sum(x^2) + 1e-6) * scale */
-static inline void mc_normalize(float *x, int64_t num, float scale)
+/* to = x / sqrt(sum(x^2) + 1e-6) * scale */
+static inline void mc_normalize(const float *x, int64_t num, float scale, float *to)
 {
     float turns = scale / sqrtf(mc_squares(x, num) + 1e-6f);
     for (int64_t i = 0; i < num; i++)
-        x[i] *= turns;
+        to[i] = x[i] * turns;
 }
 
 static inline float mc_softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
-/* Rows [begin, end) of a stretch go through a head; `channels` are those of its values. */
-static inline void mc_delta_rows(
-    const mc_linear *l, const mc_stretch *s, const mc_channels *channels, int64_t head, int64_t begin,
-    int64_t end, const float *queries, const float *keys)
+/* What a head gives, behind its gate: by the delta rule its norm comes before, by a scan those of groups behind. */
+static inline void mc_gate_head(const mc_linear *l, int64_t row, int64_t head, float *given)
 {
     const mc_activation silu = {.kind = MC_SILU};
-    float values[MC_ROWS_TOGETHER][MC_MOST_HEAD], gate[MC_MOST_HEAD];
+    float gate[MC_MOST_HEAD] = {0};
+    int64_t width = l->value_width;
+    if (!l->is_scan)
+        mc_norm(given, l->norm, l->norm_type, width, l->epsilon, given);
+    memcpy(gate, l->gates + row * l->gate_step + head * width, (size_t)width * sizeof *gate);
+    l->level->activate(gate, given, (width + 15) & ~15, &silu);
+    memcpy(l->out + (row * l->num_heads + head) * width, gate, (size_t)width * sizeof *gate);
+}
+
+/* Rows [begin, end) of a stretch go through a head. */
+static inline void mc_head_rows(
+    const mc_linear *l, const mc_stretch *s, int64_t head, int64_t begin, int64_t end, const float *queries,
+    const float *keys, int64_t key_step)
+{
+    float results[MC_ROWS_TOGETHER][MC_MOST_HEAD];
     float decays[MC_ROWS_TOGETHER], shares[MC_ROWS_TOGETHER];
-    int64_t state = head * l->width * l->value_width;
+    int64_t state = head * l->width * l->value_width, at = l->values_at + head * l->value_width;
+    const float *values = l->mixed + (s->first + begin) * l->mixed_step + at;
     for (int64_t t = begin; t < end; t++) {
-        int64_t at = (s->first + t) * l->num_heads + head;
-        mc_convolve(l, s, channels, t, values[t - begin]);
-        decays[t - begin] = expf(l->rates[head] * mc_softplus(l->decays[at] + l->steps[head]));
-        shares[t - begin] = 1.0f / (1.0f + expf(-l->shares[at]));
+        int64_t share = (s->first + t) * l->share_step + head;
+        float step = mc_softplus((l->is_scan ? l->shares : l->decays)[share] + l->steps[head]);
+        decays[t - begin] = expf(l->rates[head] * step);
+        shares[t - begin] = l->is_scan ? step : 1.0f / (1.0f + expf(-l->shares[share]));
+        memcpy(results[t - begin], values + (t - begin) * l->mixed_step, (size_t)l->value_width * sizeof *values);
+        /* Activations come in multiples of 16. */
+        memset(results[t - begin] + l->value_width, 0, (size_t)(-l->value_width & 15) * sizeof *values);
     }
     mc_delta d = {
         .state = (begin ? s->next_states : s->states) + state,
@@ -155,62 +183,75 @@ static inline void mc_delta_rows(
         .num = end - begin,
         .queries = queries,
         .keys = keys,
-        .values = values[0],
-        .key_step = MC_MOST_HEAD,
+        .values = results[0],
+        .key_step = key_step,
         .value_step = MC_MOST_HEAD,
         .decays = decays,
         .shares = shares,
-        .out = values[0],
+        .out = results[0],
     };
-    l->level->delta(&d);
+    if (l->is_scan)
+        l->level->scan(&d);
+    else
+        l->level->delta(&d);
     if (end == s->num_saved)
         memcpy(s->saved_states + state, d.next, (size_t)(l->width * l->value_width) * sizeof *d.next);
     for (int64_t t = begin; t < end; t++) {
-        int64_t at = ((s->first + t) * l->num_heads + head) * l->value_width;
-        float *row = values[t - begin];
-        mc_norm(row, l->norm, l->norm_type, l->value_width, l->epsilon, row);
-        memset(gate, 0, sizeof gate);
-        memcpy(gate, l->gates + at, (size_t)l->value_width * sizeof *gate);
-        l->level->activate(gate, row, (l->value_width + 15) & ~15, &silu);
-        memcpy(l->out + at, gate, (size_t)l->value_width * sizeof *gate);
+        const float *value = values + (t - begin) * l->mixed_step;
+        for (int64_t i = 0; l->is_scan && i < l->value_width; i++)
+            results[t - begin][i] += l->skips[head] * value[i];
+        mc_gate_head(l, s->first + t, head, results[t - begin]);
     }
 }
 
-/* A sequence's heads of values that share a query and a key. */
-static inline void mc_linear_item(void *job, int64_t item)
+/* The end of the rows that go together from `begin` on. */
+static inline int64_t mc_rows_end(const mc_stretch *s, int64_t begin)
+{
+    int64_t end = begin + MC_ROWS_TOGETHER < s->num ? begin + MC_ROWS_TOGETHER : s->num;
+    return begin < s->num_saved && s->num_saved < end ? s->num_saved : end;
+}
+
+/* The delta rule of a sequence's heads of values that share a query and a key. */
+static inline void mc_delta_item(void *job, int64_t item)
 {
     const mc_linear *l = job;
     const mc_stretch *s = &l->stretches[item / l->num_keys];
     int64_t key = item % l->num_keys, each = l->num_heads / l->num_keys, end;
     float queries[MC_ROWS_TOGETHER][MC_MOST_HEAD], keys[MC_ROWS_TOGETHER][MC_MOST_HEAD];
-    int64_t values = 2 * l->num_keys * l->width;
-    mc_channels of_query, of_key, of_value;
-    mc_round_rows(l, s, key * l->width, l->width);
-    mc_round_rows(l, s, (l->num_keys + key) * l->width, l->width);
-    mc_see(l, s, key * l->width, l->width, &of_query);
-    mc_see(l, s, (l->num_keys + key) * l->width, l->width, &of_key);
     for (int64_t begin = 0; begin < s->num; begin = end) {
-        end = begin + MC_ROWS_TOGETHER < s->num ? begin + MC_ROWS_TOGETHER : s->num;
-        if (begin < s->num_saved && s->num_saved < end)
-            end = s->num_saved;
+        end = mc_rows_end(s, begin);
         for (int64_t t = begin; t < end; t++) {
-            mc_convolve(l, s, &of_query, t, queries[t - begin]);
-            mc_convolve(l, s, &of_key, t, keys[t - begin]);
-            mc_normalize(queries[t - begin], l->width, 1.0f / sqrtf((float)l->width));
-            mc_normalize(keys[t - begin], l->width, 1.0f);
+            const float *row = l->mixed + (s->first + t) * l->mixed_step + key * l->width;
+            mc_normalize(row + l->queries_at, l->width, 1.0f / sqrtf((float)l->width), queries[t - begin]);
+            mc_normalize(row + l->keys_at, l->width, 1.0f, keys[t - begin]);
         }
         for (int64_t i = 0; i < each; i++) {
             int64_t head = l->is_tiled ? i * l->num_keys + key : key * each + i;
-            if (begin == 0)
-                mc_round_rows(l, s, values + head * l->value_width, l->value_width);
-            mc_see(l, s, values + head * l->value_width, l->value_width, &of_value);
-            mc_delta_rows(l, s, &of_value, head, begin, end, queries[0], keys[0]);
-            if (end == s->num)
-                mc_leave_all(l, s, &of_value);
+            mc_head_rows(l, s, head, begin, end, queries[0], keys[0], MC_MOST_HEAD);
         }
     }
-    mc_leave_all(l, s, &of_query);
-    mc_leave_all(l, s, &of_key);
+}
+
+/* The scan of one of a sequence's heads. */
+static inline void mc_scan_item(void *job, int64_t item)
+{
+    const mc_linear *l = job;
+    const mc_stretch *s = &l->stretches[item / l->num_heads];
+    int64_t head = item % l->num_heads, key = head / (l->num_heads / l->num_keys), end;
+    for (int64_t begin = 0; begin < s->num; begin = end) {
+        const float *row = l->mixed + (s->first + begin) * l->mixed_step + key * l->width;
+        end = mc_rows_end(s, begin);
+        mc_head_rows(l, s, head, begin, end, row + l->queries_at, row + l->keys_at, l->mixed_step);
+    }
+}
+
+/* x[row] *= gate[row], of rows that are steps apart. */
+static inline void mc_multiply_rows(
+    float *x, int64_t step, const float *gate, int64_t gate_step, int64_t num, int64_t width)
+{
+    for (int64_t t = 0; t < num; t++, x += step, gate += gate_step)
+        for (int64_t i = 0; i < width; i++)
+            x[i] *= gate[i];
 }
 
 #endif

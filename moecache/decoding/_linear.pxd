@@ -31,10 +31,18 @@ cdef extern from "_linear.h" nogil:
         int64_t width
         int64_t value_width
         int is_tiled
+        int is_scan
         int64_t kernel
+        int64_t channels
         const float *conv
+        const float *conv_bias
+        int has_activation
+        int64_t queries_at
+        int64_t keys_at
+        int64_t values_at
         const float *rates
         const float *steps
+        const float *skips
         const uint8_t *norm
         int norm_type
         float epsilon
@@ -43,6 +51,15 @@ cdef extern from "_linear.h" nogil:
         const float *decays
         const float *shares
         const float *gates
+        int64_t mixed_step
+        int64_t share_step
+        int64_t gate_step
         float *out
 
-    void mc_linear_item(void *job, int64_t item)
+    int64_t mc_convolve_items(const mc_linear *l)
+    void mc_convolve_item(void *job, int64_t item)
+    void mc_delta_item(void *job, int64_t item)
+    void mc_scan_item(void *job, int64_t item)
+    void mc_multiply_rows(
+        float *x, int64_t step, const float *gate, int64_t gate_step, int64_t num, int64_t width
+    )

@@ -11,8 +11,12 @@ from moecache.cache._cache cimport ExpertCache
 from moecache.decoding._bound cimport Bound, Layer, Linear, Norm
 from moecache.decoding._held cimport KeyValues, States
 from moecache.decoding._linear cimport (
+    mc_convolve_item,
+    mc_convolve_items,
+    mc_delta_item,
     mc_linear,
-    mc_linear_item,
+    mc_multiply_rows,
+    mc_scan_item,
     mc_stretch,
 )
 from moecache.decoding._steps cimport (
@@ -242,14 +246,15 @@ cdef class Program:
             if layer.is_beside:
                 sizes[12] = self.hidden_size
             sizes[3] = max(sizes[3], layer.out.matrix.columns)
-            sizes[4] = max(sizes[4], layer.gate.matrix.rows, layer.low.matrix.rows)
+            sizes[4] = max(sizes[4], layer.up.matrix.rows, layer.low.matrix.rows)
             sizes[7] = max(sizes[7], layer.choice.num_experts)
             most = max(most, self._room(&layer.query), self._room(&layer.out))
-            most = max(most, self._room(&layer.gate), self._room(&layer.down))
+            most = max(most, self._room(&layer.up), self._room(&layer.down))
             most = max(most, self._room(&layer.router))
-            if layer.is_gated or layer.is_linear:
+            if layer.is_gated:
                 sizes[11] = max(sizes[11], layer.out.matrix.columns)
-            if layer.is_linear:
+            if layer.is_linear and not layer.is_scan and not layer.is_short:
+                sizes[11] = max(sizes[11], layer.out.matrix.columns)
                 # Decays have no matrix of their own if it is the shares', too.
                 sizes[1] = max(sizes[1], layer.num_heads)
                 sizes[10] = max(sizes[10], layer.channels)
@@ -443,7 +448,7 @@ cdef class Program:
             raise ConfigError(f"{cos.size} angles are not {num} x {self.bound.num_angles}")
         for i in range(self.num_layers):
             layer = &self.layers[i]
-            if layer.is_linear:
+            if layer.is_linear or not layer.has_attention:
                 continue
             j = layer.num_kv_heads * _parts(layer)
             most = max(most, 4 * j * min(num + MC_MOST_TILE - 1, _rows_at_once(_parts(layer))))
@@ -488,6 +493,8 @@ cdef class Program:
                 raise ConfigError(f"a sequence that begins at {begins[i]} of {length}")
         for i in range(self.num_layers):
             layer = &self.layers[i]
+            if not layer.has_attention:
+                continue
             if layer.is_linear:
                 _check_states(layer, pages[i], batch, each)
                 continue
@@ -513,6 +520,8 @@ cdef class Program:
         cdef mc_held *held = self.held + at * self.max_rows
         cdef int64_t i, sequence, token, size
         cdef KeyValues page
+        if not layer.has_attention:
+            return 0
         if layer.is_linear:
             self._note_stretches(at, caches, batch, counts)
             return 0
@@ -769,9 +778,10 @@ cdef class Program:
         cdef mc_heads heads
         cdef int64_t size = 4 if self.types[self.at] == MC_F32 else 2
         memset(&heads, 0, sizeof(heads))
-        if layer.is_linear:
+        if layer.is_linear or not layer.has_attention:
             with nogil:
-                self._attend(layer, NULL)
+                if layer.has_attention:
+                    self._attend(layer, NULL)
                 self._choose(layer)
             return 0
         heads.level, heads.held = level_in_use(), self.held + self.at * self.max_rows
@@ -797,6 +807,10 @@ cdef class Program:
             _norm(&layer.attention_norm, x + i * hidden, normed + i * hidden)
         if layer.is_latent:
             self._latents(layer, heads)
+        elif layer.is_short:
+            self._short(layer)
+        elif layer.is_scan:
+            self._space(layer)
         elif layer.is_linear:
             self._linear(layer)
         else:
@@ -868,16 +882,16 @@ cdef class Program:
         cdef int64_t hidden = self.hidden_size, num = self.num_rows, each = layer.num_heads
         cdef int64_t values = each * layer.value_width
         cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
-        cdef mc_linear job
+        cdef mc_linear job = self._convolution(layer)
         self._multiply(
             &layer.query, normed, hidden, num, self.queries, layer.query.matrix.rows
         )
-        job.mixed = self.queries
         if layer.gates.is_there:
             self._multiply(&layer.gates, normed, hidden, num, self.gates, values, &layer.query)
         else:
             self._part_mixed(layer)
             job.mixed = self.latents
+        job.mixed_step = layer.channels
         self._multiply(
             &layer.value, normed, hidden, num, self.values, layer.value.matrix.rows
         )
@@ -885,21 +899,83 @@ cdef class Program:
             self._multiply(&layer.key, normed, hidden, num, self.keys, each, &layer.value)
         else:
             self._part_shares(layer)
-        job.level = level_in_use()
-        job.num_keys, job.num_heads = layer.num_keys, each
-        job.width, job.value_width = layer.width, layer.value_width
-        job.is_tiled, job.kernel, job.conv = layer.is_tiled, layer.kernel, layer.conv
-        job.rates, job.steps = layer.rates, layer.steps
+        job.keys_at, job.values_at = layer.num_keys * layer.width, layer.channels - values
         job.norm, job.norm_type = layer.query_norm.weight, layer.query_norm.type
         job.epsilon = layer.query_norm.epsilon
-        job.stretches = self.stretches + self.at * self.max_rows
-        job.gates, job.out = self.gates, self.mixed
-        job.decays, job.shares = self.keys, self.values
+        job.gates, job.gate_step = self.gates, values
+        job.decays, job.shares, job.share_step = self.keys, self.values, each
+        self._convolve(&job)
         # A state is read twice for a row, and written.
         run_items(
-            mc_linear_item, &job, self.num_stretches * layer.num_keys,
+            mc_delta_item, &job, self.num_stretches * layer.num_keys,
             3 * 4 * num * values * layer.width
         )
+
+    cdef mc_linear _convolution(self, const Layer *layer) noexcept nogil:
+        """Return what all layers with a convolution say in the same way."""
+        cdef mc_linear job
+        memset(&job, 0, sizeof(job))
+        job.level, job.stretches = level_in_use(), self.stretches + self.at * self.max_rows
+        job.num_keys, job.num_heads = layer.num_keys, layer.num_heads
+        job.width, job.value_width = layer.width, layer.value_width
+        job.is_tiled, job.is_scan = layer.is_tiled, layer.is_scan
+        job.kernel, job.channels = layer.kernel, layer.channels
+        job.conv, job.conv_bias = layer.conv, layer.conv_bias
+        job.has_activation = not layer.is_short
+        job.rates, job.steps, job.skips = layer.rates, layer.steps, layer.skips
+        job.mixed, job.out = self.queries, self.mixed
+        return job
+
+    cdef void _convolve(self, mc_linear *job) noexcept nogil:
+        run_items(
+            mc_convolve_item, job, self.num_stretches * mc_convolve_items(job),
+            4 * self.num_rows * job.channels * job.kernel
+        )
+
+    cdef void _space(self, const Layer *layer) noexcept nogil:
+        """Write what a state space makes of the rows to `mixed`."""
+        cdef int64_t num = self.num_rows, values = layer.num_heads * layer.value_width, i, j
+        cdef int64_t all = layer.query.matrix.rows, width = layer.query_norm.width, at
+        cdef int64_t size = 4 if layer.query_norm.type == MC_F32 else 2
+        cdef mc_linear job = self._convolution(layer)
+        cdef Norm norm = layer.query_norm
+        self._multiply(
+            &layer.query, <const float *>cnp.PyArray_DATA(self.normed), self.hidden_size, num,
+            self.queries, all
+        )
+        job.gates, job.mixed = self.queries, self.queries + values
+        job.shares = self.queries + values + layer.channels
+        job.gate_step, job.mixed_step, job.share_step = all, all, all
+        job.keys_at = values
+        job.queries_at = values + layer.num_keys * layer.width
+        self._convolve(&job)
+        run_items(
+            mc_scan_item, &job, self.num_stretches * layer.num_heads,
+            2 * 4 * num * values * layer.width
+        )
+        for j in range(layer.num_norms):
+            norm.weight = layer.query_norm.weight + j * width * size
+            for i in range(num):
+                at = i * values + j * width
+                _norm(&norm, self.mixed + at, self.mixed + at)
+
+    cdef void _short(self, const Layer *layer) noexcept nogil:
+        """Write what a convolution between two gates makes of the rows to `mixed`."""
+        cdef int64_t hidden = self.hidden_size, num = self.num_rows, i
+        cdef float *x = self.queries + 2 * hidden
+        cdef mc_linear job = self._convolution(layer)
+        self._multiply(
+            &layer.query, <const float *>cnp.PyArray_DATA(self.normed), hidden, num,
+            self.queries, 3 * hidden
+        )
+        mc_multiply_rows(x, 3 * hidden, self.queries, 3 * hidden, num, hidden)
+        job.mixed, job.mixed_step = x, 3 * hidden
+        self._convolve(&job)
+        for i in range(num):
+            memcpy(
+                self.mixed + i * hidden, x + i * 3 * hidden, <size_t>hidden * sizeof(float)
+            )
+        mc_multiply_rows(self.mixed, hidden, self.queries + hidden, 3 * hidden, num, hidden)
 
     cdef void _latents(self, const Layer *layer, mc_heads *heads) noexcept nogil:
         """Write what queries make of their positions' latents to `mixed`."""
@@ -1014,6 +1090,8 @@ cdef class Program:
         cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
         cdef float *normed = <float *>cnp.PyArray_DATA(self.normed)
         cdef int32_t *ids = <int32_t *>cnp.PyArray_DATA(self.ids)
+        if layer.forward_norm.weight == NULL:
+            return
         for i in range(num):
             _norm(&layer.forward_norm, x + i * hidden, normed + i * hidden)
         if not layer.has_experts:
@@ -1230,13 +1308,15 @@ cdef class Program:
     cdef void _forward(self, const Layer *layer, float *out) noexcept nogil:
         """Write the feed-forward of all tokens."""
         cdef int64_t hidden = self.hidden_size, num = self.num_rows
-        cdef int64_t width = layer.gate.matrix.rows
+        cdef int64_t width = layer.up.matrix.rows, whole = (num * width + 15) & ~15
         cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
-        self._multiply(&layer.gate, normed, hidden, num, self.wide, width)
-        self._multiply(&layer.up, normed, hidden, num, self.second, width, &layer.gate)
-        level_in_use().activate(
-            self.wide, self.second, (num * width + 15) & ~15, &layer.activation
-        )
+        if layer.gate.is_there:
+            self._multiply(&layer.gate, normed, hidden, num, self.wide, width)
+            self._multiply(&layer.up, normed, hidden, num, self.second, width, &layer.gate)
+            level_in_use().activate(self.wide, self.second, whole, &layer.activation)
+        else:
+            self._multiply(&layer.up, normed, hidden, num, self.wide, width)
+            level_in_use().activate(self.wide, NULL, whole, &layer.activation)
         self._multiply(&layer.down, self.wide, width, num, out, hidden)
 
     cdef void _add_shared(self, const Layer *layer) noexcept nogil:
@@ -1245,7 +1325,7 @@ cdef class Program:
         cdef float *x = <float *>cnp.PyArray_DATA(self.hidden)
         cdef const float *normed = <const float *>cnp.PyArray_DATA(self.normed)
         cdef float weight
-        if not layer.gate.is_there:
+        if not layer.up.is_there:
             return
         self._forward(layer, self.added)
         if not layer.has_experts:
@@ -1261,11 +1341,13 @@ cdef class Program:
 cdef int _check_states(
     const Layer *layer, States page, int64_t batch, int64_t num
 ) except -1:
+    cdef int64_t rows = layer.value_width if layer.is_scan else layer.width
+    cdef int64_t columns = layer.width if layer.is_scan else layer.value_width
     if (
         page.batch != batch or page.rows != layer.kernel - 1 or page.heads != layer.num_heads
-        or not 0 <= page.num_saved <= (num if page.saved_states != NULL else 0)
+        or not 0 <= page.num_saved <= (num if page.saved_seen != NULL or page.saved_states != NULL else 0)
         or page.channels != layer.channels
-        or page.width != layer.width or page.value_width != layer.value_width
+        or page.width != rows or page.value_width != columns
     ):
         raise ConfigError(
             f"states [{page.batch}, {page.heads}, {page.width}, {page.value_width}] behind "
@@ -1274,11 +1356,20 @@ cdef int _check_states(
     return 0
 
 
+cdef bint _is_same(States some, States other) except -1:
+    # A convolution alone has no states, and one over a single row sees nothing.
+    if some.width:
+        return some.next_states == other.next_states
+    return some.next_seen == other.next_seen
+
+
 cdef int _check_apart(list some, list others) except -1:
     cdef KeyValues page, other
     for first, second in zip(some, others, strict=True):
+        if first is None:
+            continue
         if isinstance(first, States):
-            if (<States?>first).next_states == (<States?>second).next_states:
+            if _is_same(first, second):
                 raise ConfigError("two sequences have one cache; each needs its own")
             continue
         page, other = first, second

@@ -167,6 +167,69 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class StateSpace:
+    """Mamba 2: Dao and Gu, Transformers are SSMs, 2024.
+
+    A head has a state [value_width, width] instead of keys and values. A token's step is
+    softplus(share + step). What is held decays by exp(rate * step); step times the token's value
+    is added to it for the token's key; the token's query reads it, and skip times the value is
+    added to the result.
+
+    Parameters
+    ----------
+    mixed : Linear [2 * values + 2 * num_keys * width + num_heads, hidden_size]
+        With values = num_heads * value_width: gates, then values, keys and queries before the
+        convolution, then shares. Silu of the gates multiplies what heads give.
+    conv : ndarray of float32, shape [kernel, values + 2 * num_keys * width]
+        Weights of the last tokens' rows, the oldest first; the sum's silu goes on.
+    conv_bias : ndarray of float32, shape [values + 2 * num_keys * width], optional
+    rates, steps, skips : ndarray of float32, shape [num_heads]
+    norm : Norm
+        Of all that heads give behind the gates, in `num_norms` parts of one weight.
+    out : Linear [hidden_size, values]
+    num_keys, num_heads : int
+        Keys and queries, which neighbouring heads share, and heads.
+    width, value_width : int
+        At most 256.
+    num_norms : int, default 1
+    """
+
+    mixed: Linear
+    conv: np.ndarray
+    conv_bias: np.ndarray | None
+    rates: np.ndarray
+    steps: np.ndarray
+    skips: np.ndarray
+    norm: Norm
+    out: Linear
+    num_keys: int
+    num_heads: int
+    width: int
+    value_width: int
+    num_norms: int = 1
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A convolution over the last tokens between two gates: Liquid AI, LFM2 Technical Report, 2025.
+
+    Parameters
+    ----------
+    mixed : Linear [3 * hidden_size, hidden_size]
+        What multiplies the convolution's input, its result, and its input.
+    conv : ndarray of float32, shape [kernel, hidden_size]
+        Weights of the last tokens' rows, the oldest first.
+    conv_bias : ndarray of float32, shape [hidden_size], optional
+    out : Linear [hidden_size, hidden_size]
+    """
+
+    mixed: Linear
+    conv: np.ndarray
+    conv_bias: np.ndarray | None
+    out: Linear
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Attention to latents that keys and values are expanded from: DeepSeek-AI, DeepSeek-V2, 2024.
 
@@ -204,6 +267,9 @@ class LatentAttention:
     rotation: Rotation
     low: Linear | None = None
     low_norm: Norm | None = None
+
+
+Attending = Attention | LatentAttention | LinearAttention | StateSpace | ShortConvolution
 
 
 @dataclass(frozen=True)
@@ -258,18 +324,19 @@ class Router:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """A feed-forward of all tokens: down(act(gate(x)) * up(x)).
+    """A feed-forward of all tokens: down(act(gate(x)) * up(x)), or down(act(up(x))).
 
     Parameters
     ----------
-    gate, up, down : Linear
+    gate : Linear, optional
+    up, down : Linear
     activation : str
         One of the kernels'.
     weight : Linear [1, hidden_size], optional
         Its sigmoid multiplies the result.
     """
 
-    gate: Linear
+    gate: Linear | None
     up: Linear
     down: Linear
     activation: str
@@ -300,9 +367,11 @@ class Layer:
 
     Parameters
     ----------
-    attention_norm : Norm
-    attention : Attention, LatentAttention or LinearAttention
-    forward_norm : Norm
+    attention_norm : Norm, optional
+    attention : Attending, optional
+        Without these two a layer is a feed-forward alone; its page is `None`.
+    forward_norm : Norm, optional
+        Without it a layer is attention alone.
     forward : FeedForward, optional
         Of every token: instead of experts, or the shared ones beside them.
     router : Router, optional
@@ -319,9 +388,9 @@ class Layer:
         Multiplies x behind the layer.
     """
 
-    attention_norm: Norm
-    attention: Attention | LatentAttention | LinearAttention
-    forward_norm: Norm
+    attention_norm: Norm | None
+    attention: Attending | None
+    forward_norm: Norm | None
     forward: FeedForward | None = None
     router: Router | None = None
     experts: Experts | None = None

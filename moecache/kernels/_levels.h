@@ -29,6 +29,7 @@ static struct {
 #include "_quantize.h"
 #include "_attention.h"
 #include "_delta.h"
+#include "_scan.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 2
@@ -80,6 +81,7 @@ BEGIN("avx2,fma,f16c")
 #include "_quantize.h"
 #include "_attention.h"
 #include "_delta.h"
+#include "_scan.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 2
@@ -146,6 +148,7 @@ BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 #include "_quantize.h"
 #include "_attention.h"
 #include "_delta.h"
+#include "_scan.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 4
@@ -225,6 +228,7 @@ static inline uint32x4_t mc_four_bytes(const uint8_t *raw)
 #include "_quantize.h"
 #include "_attention.h"
 #include "_delta.h"
+#include "_scan.h"
 #define PAGE(name) LEVEL(page_##name)
 #define PAIRS 0
 #define VECTORS 4

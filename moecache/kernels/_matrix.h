@@ -203,7 +203,8 @@ typedef struct {
     float alpha, limit; /* of MC_SWIGLU; the limit of MC_CLAMPED_SILU, too */
 } mc_activation;
 
-/* A head's state of linear attention [width, value_width], before some rows and behind them, and the rows. */
+/* A head's state of linear attention, before some rows and behind them, and the rows: [width, value_width] by the delta
+ * rule, [value_width, width] by a scan. */
 typedef struct {
     const float *state;
     float *next; /* or the same */
@@ -308,6 +309,7 @@ typedef struct {
         const mc_attention *a, const float *const *shares, int64_t num_queries, int64_t num,
         float *const *out);
     void (*delta)(const mc_delta *d);
+    void (*scan)(const mc_delta *d);
     void (*gate)(float *x, const float *gate, int64_t num);
     /* Of queries [first, first + num) of the heads that share the keys of `head`, by the type of keys and
      * values; false if there is no memory. */
@@ -326,7 +328,7 @@ typedef struct {
         .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
         .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
         .attend = LEVEL(attend), .score = LEVEL(score), .mix = LEVEL(mix),                        \
-        .delta = LEVEL(delta), .gate = LEVEL(gate),                                               \
+        .delta = LEVEL(delta), .scan = LEVEL(scan), .gate = LEVEL(gate),                          \
         .attend_page = {LEVEL(page_attend), LEVEL(page_attend)},                                  \
     }
 

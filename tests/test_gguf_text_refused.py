@@ -94,6 +94,13 @@ def test_what_a_family_has_is_there_and_nothing_else(
         ("qwen35moe", {"blk.0.ssm_dt.bias": None}, "no tensor blk.0.ssm_dt.bias"),
         ("qwen35moe", {"blk.0.ssm_conv1d.weight": np.zeros((64, 4), np.float32)}, "ssm_conv1d"),
         ("gemma4", {}, "have inputs of their own"),
+        ("nemotron_h_moe", {"blk.0.ssm_d": None}, "no tensor blk.0.ssm_d"),
+        ("nemotron_h_moe", {"blk.0.ssm_norm.weight": np.ones(64, np.float32)}, "ssm_norm.weight"),
+        ("nemotron_h_moe", {"blk.1.ffn_up_shexp.weight": None}, "no tensor blk.1.ffn_up_shexp"),
+        ("nemotron_h_moe latent", {}, "ffn_latent"),
+        ("granitehybrid", {"blk.0.ssm_dt.bias": None}, "no tensor blk.0.ssm_dt.bias"),
+        ("lfm2moe", {"blk.0.shortconv.conv.weight": None}, "no tensor blk.0.shortconv.conv"),
+        ("lfm2moe", {"blk.2.shortconv.in_proj.weight": np.zeros((64, 32), np.float32)}, "in_proj"),
         (GEMMA, {"blk.0.ffn_gate_inp.scale": None}, "no tensor blk.0.ffn_gate_inp.scale"),
         (GEMMA, {"rope_freqs.weight": np.ones(8, np.float32)}, "has other factors"),
     ],
@@ -134,11 +141,11 @@ def test_a_window_is_some_positions(tmp_path: Path, window: float) -> None:
 
 def test_other_architectures_run_with_torch(tmp_path: Path) -> None:
     """Theirs have recipes of modules, or none."""
-    known = MODELS["granitemoe shared"]
+    known = MODELS["phimoe"]
     model = known.build()
     write_gguf(tmp_path / "m.gguf", known.metadata(model.config), known.tensors(model))
     with (
         open_store(tmp_path / "m.gguf") as store,
-        pytest.raises(NoTextModelError, match="GraniteMoeShared"),
+        pytest.raises(NoTextModelError, match="architecture 'phimoe' runs with torch"),
     ):
         FileModel(store)

@@ -24,7 +24,7 @@ class Program:
     def __new__(cls, recipe: Recipe, cache: ExpertCache, max_rows: int = 16) -> Self: ...
     def begin(
         self,
-        pages: list[KeyValues | States],
+        pages: list[KeyValues | States | None],
         length: int,
         each: int,
         begins: np.ndarray,
@@ -37,7 +37,7 @@ class Program:
     ) -> None: ...
     def begin_together(
         self,
-        caches: list[list[KeyValues | States]],
+        caches: list[list[KeyValues | States | None]],
         lengths: np.ndarray,
         cos: np.ndarray,
         sin: np.ndarray,

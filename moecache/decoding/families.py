@@ -37,6 +37,8 @@ class Family:
         Whether a weight multiplies the input of a token's only expert.
     shared : str, optional
         Attribute of a block that has the experts of all tokens; it may be `None`.
+    is_shared_beside : bool, default False
+        Whether it is an attribute of the layer.
     shared_weight : str, optional
         Attribute of a block that has their weight.
     norms : (str, str)
@@ -48,7 +50,13 @@ class Family:
     turns_windows : bool, default False
         Whether layers that see all positions turn nothing, beside those with windows.
     linear : str, optional
-        Attribute of a layer that has linear attention instead, by the gated delta rule.
+        Attribute of a layer that has linear attention, a state space or a convolution instead.
+    is_single : bool, default False
+        Whether a layer has a norm and one part: attention, a state space or a feed-forward.
+    layer_norms : (str, str)
+        Attributes of a layer that has two parts: the norms before them.
+    attention, out : str
+        Attributes of a layer, and of its attention, that have attention and its last product.
     is_gated : bool, default False
         Whether queries are followed by gates of what attention gives.
     adds_one : bool, default False
@@ -83,12 +91,17 @@ class Family:
     scale: str | None = None
     scales_input: bool = False
     shared: str | None = None
+    is_shared_beside: bool = False
     shared_weight: str | None = None
     norms: tuple[str, str] = ("q_norm", "k_norm")
     has_late_norms: bool = False
     pairs: str = "halves"
     turns_windows: bool = False
     linear: str | None = None
+    is_single: bool = False
+    layer_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    attention: str = "self_attn"
+    out: str = "o_proj"
     is_gated: bool = False
     adds_one: bool = False
     is_beside: bool = False
@@ -115,6 +128,16 @@ _LINEAR = Family(
     linear="linear_attn",
     is_gated=True,
     adds_one=True,
+)
+
+_GRANITE = Family(
+    block="block_sparse_moe",
+    router="router",
+    scores="softmax of the chosen",
+    is_normalized=False,
+    residual="residual_multiplier",
+    embedding="embedding_multiplier",
+    logits="logits_scaling",
 )
 
 # By the classes of attention and of the block of experts, and the file of `transformers.models`.
@@ -179,14 +202,26 @@ FAMILIES = {
         norms=("query_layernorm", "key_layernorm"),
         has_late_norms=True,
     ),
-    ("granitemoe", "GraniteMoeAttention", "GraniteMoeMoE"): Family(
-        block="block_sparse_moe",
-        router="router",
-        scores="softmax of the chosen",
-        is_normalized=False,
-        residual="residual_multiplier",
-        embedding="embedding_multiplier",
-        logits="logits_scaling",
+    ("granitemoe", "GraniteMoeAttention", "GraniteMoeMoE"): _GRANITE,
+    ("granitemoeshared", "GraniteMoeSharedAttention", "GraniteMoeSharedMoE"): replace(
+        _GRANITE, shared="shared_mlp", is_shared_beside=True
+    ),
+    ("granitemoehybrid", "GraniteMoeHybridAttention", "GraniteMoeHybridMoE"): replace(
+        _GRANITE, shared="shared_mlp", is_shared_beside=True, linear="mamba"
+    ),
+    ("nemotron_h", "NemotronHAttention", "NemotronHMoE"): replace(
+        _SIGMOID, block="mixer", attention="mixer", linear="mixer", is_single=True
+    ),
+    ("lfm2_moe", "Lfm2MoeAttention", "Lfm2MoeSparseMoeBlock"): Family(
+        block="feed_forward",
+        scores="sigmoid",
+        least=1e-6,
+        correction="expert_bias",
+        scale="routed_scaling_factor",
+        norms=("q_layernorm", "k_layernorm"),
+        linear="conv",
+        layer_norms=("operator_norm", "ffn_norm"),
+        out="out_proj",
     ),
     ("phimoe", "PhimoeAttention", "PhimoeSparseMoeBlock"): Family(
         router="router", scores="sparsemixer", is_normalized=False
@@ -207,6 +242,7 @@ FAMILIES = {
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
 _MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext", "gemma4text"}
+_MODEL_TYPES |= {"granitehybrid", "nemotronhmoe"}
 _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
 # Their checkpoints have matrices as [in, out].
 _WITHOUT_KERNELS_TRANSPOSED = {"llama4", "llama4text"}

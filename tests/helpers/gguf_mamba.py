@@ -64,7 +64,7 @@ def mamba(
             "ssm.group_count": config.mamba_n_groups,
             "ssm.inner_size": config.mamba_expand * config.hidden_size,
             "ssm.time_step_rank": config.mamba_n_heads,
-            "rope.scaling.finetuned": False,
+            "rope.scaling.finetuned": config.position_embedding_type == "rope",
         }
 
     def hybrid_change(leaf: str, values: np.ndarray, config: Any) -> Tensors | None:

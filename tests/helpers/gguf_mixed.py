@@ -77,6 +77,7 @@ _LFM2 = {
     "operator_norm": "attn_norm",
     "ffn_norm": "ffn_norm",
     "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
     "self_attn.out_proj": "attn_output",
     "self_attn.q_layernorm": "attn_q_norm",
@@ -100,6 +101,7 @@ def _lfm2(config: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.norm_eps,
         "leading_dense_block_count": config.num_dense_layers,
         "expert_gating_func": 2,
+        "expert_weights_scale": float(config.routed_scaling_factor),
         "shortconv.l_cache": config.conv_L_cache,
     }
 

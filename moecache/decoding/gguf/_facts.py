@@ -1,17 +1,34 @@
 """Facts of a GGUF file's model: its sizes and choices, whatever its family calls them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moecache.decoding.families import Family
 from moecache.decoding.gguf._known import Known
 from moecache.decoding.gguf.angles import sharpness
+from moecache.errors import ConfigError
 
 # Of transformers' models, whatever a file says of other norms; and where files say nothing.
 LATENT_EPSILON = 1e-6
 _NORM_MIN = 1e-12
 _FULL = "full_attention"
+# Kinds of layers that hold states, and those that are a feed-forward alone.
+_STATEFUL, _FORWARD = ("linear_attention", "conv"), ("moe", "mlp")
 _MISSING: Any = object()
+# Names of the sizes of layers that hold states, in the order of `LinearSizes`.
+_DELTA = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+_NEMOTRON = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
+_GRANITE = ("n_groups", "n_heads", "d_state", "d_head", "d_conv")
+# Of models whose heads know no positions.
+_STILL: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1.0}
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+Wanted = Iterator[tuple[str, tuple[int, ...]]]
+
+
+class NoTextModelError(ConfigError):
+    """A file's model that runs with torch alone, and the reason."""
 
 
 class Heads(NamedTuple):
@@ -29,13 +46,23 @@ class Heads(NamedTuple):
 
 
 class LinearSizes(NamedTuple):
-    """Sizes of a layer of linear attention, as `LinearAttention` has them."""
+    """Sizes of a layer that holds states, as `LinearAttention` and `StateSpace` have them.
+
+    A convolution alone is as one head without a state.
+    """
 
     num_keys: int
     num_heads: int
     width: int
     value_width: int
     kernel: int
+    is_space: bool = False
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of the heads' states."""
+        last = self.width, self.value_width
+        return self.num_heads, *(last[::-1] if self.is_space else last)
 
     @property
     def values(self) -> int:
@@ -74,7 +101,7 @@ class Facts:
     low_rank : int or None
         Numbers that queries are made of, if there are some between.
     linear : LinearSizes or None
-        Sizes of layers of linear attention, if there are such layers.
+        Sizes of layers that hold states, if there may be such layers.
     """
 
     def __init__(self, settings: Mapping[str, Any], family: Family, known: Known) -> None:
@@ -90,13 +117,10 @@ class Facts:
         )
         self.rank: int | None = settings.get("kv_lora_rank")
         self.low_rank: int | None = settings.get("q_lora_rank")
-        self.linear: LinearSizes | None = None
-        if family.linear is not None:
-            names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-            sizes = [settings[f"linear_{name}"] for name in (*names, "conv_kernel_dim")]
-            self.linear = LinearSizes._make(sizes)
+        self.linear = _linear_sizes(settings)
         # Rotations, by the kind of layer, or of all of them.
-        rope = settings["rope_parameters"]
+        turns = settings.get("position_embedding_type", "rope") == "rope"
+        rope = settings.get("rope_parameters", _STILL) if turns else _STILL
         self.ropes: Mapping[str, Mapping[str, Any]] = (
             {"": rope} if "rope_type" in rope else dict(sorted(rope.items()))
         )
@@ -122,7 +146,7 @@ class Facts:
         said = self.settings.get("attention_multiplier", self.known.scale)
         if said is not None:
             return float(said)
-        rope = self.settings["rope_parameters"]
+        rope = next(iter(self.ropes.values()))
         stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
         factor = sharpness(rope["factor"], rope["mscale_all_dim"]) if stretched else 1.0
         return float(self.heads(block).width ** -0.5 * factor * factor)
@@ -144,6 +168,16 @@ class Facts:
         return bool(self.known.head_norms) and bool(self.settings.get("use_qk_norm", True))
 
     @property
+    def is_still(self) -> bool:
+        """Whether queries and keys are not turned by positions."""
+        return _STILL in self.ropes.values()
+
+    @property
+    def epsilon(self) -> float:
+        """What norms add to the mean of squares."""
+        return float(self._first("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
+
+    @property
     def expert_width(self) -> int:
         """Rows of an expert's gate."""
         return int(self._first("moe_intermediate_size", "intermediate_size"))
@@ -159,6 +193,10 @@ class Facts:
         """Rows of the gate of what all tokens use beside their experts; 0 if there is nothing."""
         if self.family.shared is None:
             return 0
+        widths = ("moe_shared_expert_intermediate_size", "shared_intermediate_size")
+        own = self._first(*widths, usual=None)
+        if own is not None:
+            return int(own)
         counts = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
         usual = self.settings.get("shared_expert_intermediate_size", self.expert_width)
         count = self._first(*counts, usual=None)
@@ -193,8 +231,16 @@ class Facts:
         return not (self.settings.get("attention_k_eq_v") and self._kind(block) == _FULL)
 
     def is_linear(self, block: int) -> bool:
-        """Return whether a layer has linear attention."""
-        return self.linear is not None and self._kind(block) == "linear_attention"
+        """Return whether a layer holds states instead of keys and values."""
+        return self.linear is not None and self._kind(block) in _STATEFUL
+
+    def has_keys(self, block: int) -> bool:
+        """Return whether a layer holds keys and values."""
+        return not self.is_linear(block) and self._kind(block) not in _FORWARD
+
+    def has_forward(self, block: int) -> bool:
+        """Return whether a layer has experts or a feed-forward."""
+        return not self.family.is_single or self._kind(block) in _FORWARD
 
     def is_dense(self, block: int) -> bool:
         """Return whether a layer has no experts."""
@@ -204,6 +250,10 @@ class Facts:
         if "moe_layer_start_index" in said:
             start, end = said["moe_layer_start_index"], said["moe_layer_end_index"]
             return not (start <= block <= end and (block + 1) % said["moe_layer_interval"] == 0)
+        if "num_dense_layers" in said:
+            return bool(block < said["num_dense_layers"])
+        if self.family.is_single:
+            return self._kind(block) == "mlp"
         if "mlp_layer_types" in said:
             return bool(said["mlp_layer_types"][block] == "dense")
         return block in said.get("mlp_only_layers", ())
@@ -230,9 +280,28 @@ class Facts:
         if kind == _FULL:
             num, width = said["num_global_key_value_heads"], said["global_head_dim"]
         width = width or self.hidden_size // self.num_heads
+        if rope is _STILL:
+            return Heads(num, width, width, 0, first)
         share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1)
         return Heads(num, width, width, int(width * share), first)
 
     def _kind(self, block: int) -> str | None:
-        kinds = self.settings.get("layer_types")
+        kinds = self._first("layer_types", "layers_block_type", usual=None)
         return None if kinds is None else kinds[block]
+
+
+def _linear_sizes(said: Mapping[str, Any]) -> LinearSizes | None:
+    """Return the sizes of layers that hold states, as the settings of their kind have them."""
+    spaces: dict[str, tuple[str, ...]] = {
+        "linear_num_key_heads": tuple(f"linear_{name}" for name in _DELTA),
+        "ssm_state_size": _NEMOTRON,
+        "mamba_d_state": tuple(f"mamba_{name}" for name in _GRANITE),
+    }
+    for mark, names in spaces.items():
+        if mark in said:
+            keys, heads, width, value_width, kernel = (said[name] for name in names)
+            is_space = not mark.startswith("linear")
+            return LinearSizes(keys, heads, width, value_width, kernel, is_space)
+    if "conv_L_cache" in said:
+        return LinearSizes(0, 1, 0, said["hidden_size"], said["conv_L_cache"])
+    return None

@@ -43,9 +43,9 @@ class TextCache:
         self._capacity = 0
         # Of each layer, [heads, capacity, width] each.
         self._parts = self._allocated(0)
-        self._pages: list[KeyValues | States] = []
+        self._pages: list[KeyValues | States | None] = []
 
-    def pages(self, num_new: int) -> list[KeyValues | States]:
+    def pages(self, num_new: int) -> list[KeyValues | States | None]:
         """Return what a program writes to, with room for so many positions more.
 
         Raises

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.decoding.families import FAMILIES, Family
-from moecache.decoding.gguf import _gemma4, _linear, _sigmoid, _softmax
+from moecache.decoding.gguf import _gemma4, _lfm2, _linear, _mamba, _sigmoid, _softmax
 from moecache.decoding.gguf._architecture import Architecture
 from moecache.decoding.gguf._metadata import Metadata
 
@@ -21,14 +21,16 @@ class Known:
     ----------
     architecture : Architecture, or callable (Metadata)
         Which returns one.
-    forward_norm : str
-        Tensor of the norm before a feed-forward.
+    forward_norm, out_norm : str
+        Tensors of the norms before a feed-forward, and before the head.
     head_norms : {"", "each", "all"}
         Whether queries and keys have norms: of each head, or of all of them at once.
     has_out_bias : bool
         Whether what attention gives has a bias if queries have.
     gate : mapping
         How experts' gates are computed: options of `SlotKernel`.
+    has_gates : bool
+        Whether feed-forwards have gates; else they are down(act(up(x))).
     has_expert_biases : bool
         Whether experts and their router have biases.
     scale : float, optional
@@ -39,12 +41,20 @@ class Known:
 
     architecture: Architecture | Callable[[Metadata], Architecture]
     forward_norm: str = "ffn_norm"
+    out_norm: str = "output_norm"
     head_norms: str = ""
     has_out_bias: bool = True
     gate: Mapping[str, Any] = field(default_factory=dict)
+    has_gates: bool = True
     has_expert_biases: bool = False
     scale: float | None = None
     is_tiled: bool = False
+
+    @property
+    def activation(self) -> str:
+        """Activation of feed-forwards of all tokens."""
+        found: str = self.gate.get("activation", "silu")
+        return "silu" if found == "swiglu" else found
 
     def find(self, said: Metadata) -> Architecture:
         """Return the architecture that a file is of."""
@@ -74,11 +84,14 @@ KNOWN: Mapping[str, Known] = {
         gate={"activation": "swiglu"},
         has_expert_biases=True,
     ),
+    "granitehybrid": Known(_mamba.GRANITE_HYBRID),
     "granitemoe": Known(_softmax.granitemoe),
     "hunyuan-moe": Known(_softmax.HUNYUAN_MOE, head_norms="each"),
     "hy_v3": Known(_sigmoid.HY_V3, head_norms="each"),
+    "lfm2moe": Known(_lfm2.LFM2MOE, out_norm="token_embd_norm", head_norms="each"),
     "llama": Known(_softmax.MIXTRAL),
     "minimax-m2": Known(_sigmoid.MINIMAX_M2, head_norms="all"),
+    "nemotron_h_moe": Known(_mamba.NEMOTRON_H_MOE, gate={"activation": "relu2"}, has_gates=False),
     "olmoe": Known(_softmax.OLMOE, head_norms="all"),
     "qwen2moe": Known(_softmax.QWEN2MOE, has_out_bias=False),
     "qwen35moe": Known(

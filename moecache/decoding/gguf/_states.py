@@ -1,6 +1,7 @@
 """What layers of linear attention hold of one text, beside the keys and values of others."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -25,8 +26,8 @@ class StatesCache(TextCache):
 
     Parameters
     ----------
-    is_linear : sequence of bool
-        For each layer whether it holds states.
+    kinds : sequence of str
+        Of each layer what it holds: "keys" (and values), "states", or "", nothing.
     linear : LinearSizes
     held : sequence of (int, int, int)
         Of the other layers, as `TextCache` has it.
@@ -35,13 +36,14 @@ class StatesCache(TextCache):
 
     def __init__(
         self,
-        is_linear: Sequence[bool],
+        kinds: Sequence[str],
         linear: LinearSizes,
         held: Sequence[tuple[int, int, int]],
         name: int | None = None,
     ) -> None:
         super().__init__(held, name)
-        self._is_linear, self._linear = tuple(is_linear), linear
+        self._kinds, self._linear = tuple(kinds), linear
+        self._num_stateful = self._kinds.count("states")
         # Of each layer the rows that a convolution sees and the heads' states, in three places:
         # two that are read and written in turns, and that of what is saved.
         self._seen = self._held = _NOTHING
@@ -51,7 +53,7 @@ class StatesCache(TextCache):
         self._saved: int | None = None
         self._saving: int | None = None
 
-    def pages(self, num_new: int) -> list[KeyValues | States]:
+    def pages(self, num_new: int) -> list[KeyValues | States | None]:
         """Return what a program reads, and writes to."""
         own = iter(super().pages(num_new))
         states = self._all_states()[self._turn]
@@ -62,8 +64,12 @@ class StatesCache(TextCache):
             self._saved = None
         for page in states:
             page.num_saved = num_saved
-        some = iter(states)
-        return [next(some) if is_linear else next(own) for is_linear in self._is_linear]
+        by_kind: dict[str, Iterator[KeyValues | States | None]] = {
+            "keys": own,
+            "states": iter(states),
+            "": itertools.repeat(None),
+        }
+        return [next(by_kind[kind]) for kind in self._kinds]
 
     def advance(self, num_new: int) -> None:
         """Note that a call has put so many tokens behind the others."""
@@ -79,7 +85,7 @@ class StatesCache(TextCache):
         states = page[num_layers:]
         shapes = [shape[1:] for shape in self._state_shapes()]
         return super().fits(page[:num_layers]) and all(
-            len(states) in (0, self._is_linear.count(True))
+            len(states) in (0, self._num_stateful)
             and tuple(part.shape for part in parts) == tuple(shapes)
             and all(part.dtype == np.float32 for part in parts)
             for parts in states
@@ -106,14 +112,14 @@ class StatesCache(TextCache):
 
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
-        states = STATE_PLACES * self._is_linear.count(True) * self._linear.nbytes
+        states = STATE_PLACES * self._num_stateful * self._linear.nbytes
         return super().growth_bytes(num_new) + (states if self._states is None else 0)
 
     def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        linear, num = self._linear, self._is_linear.count(True)
+        linear, num = self._linear, self._num_stateful
         # Of four dimensions, as keys and values.
         seen = (num, 1, 1, linear.kernel - 1, linear.channels)
-        return seen, (num, 1, linear.num_heads, linear.width, linear.value_width)
+        return seen, (num, 1, *linear.state)
 
     def _all_states(self) -> tuple[list[States], list[States]]:
         """Return the layers' states, by which of the two places is read."""

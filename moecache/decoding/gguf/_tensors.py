@@ -1,11 +1,11 @@
 """Tensors of a GGUF file: those that its model has, and whether the file has just these."""
 
 import re
-from collections.abc import Iterator, Mapping
 
-from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL, MOST_RANK
+from moecache.decoding._bound import MOST_RANK
 from moecache.decoding.gguf._common import CORRECTION
-from moecache.decoding.gguf._facts import Facts
+from moecache.decoding.gguf._facts import Facts, NoTextModelError, Shapes, Wanted
+from moecache.decoding.gguf._stateful import stateful_tensors
 from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk, is_made_numbers
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat
@@ -23,13 +23,6 @@ BESIDE_NORMS = (
 )
 # By how much longer waves of a rotation are; settings say it, too.
 FACTORS = "rope_freqs.weight"
-
-Shapes = Mapping[str, tuple[int, ...]]
-Wanted = Iterator[tuple[str, tuple[int, ...]]]
-
-
-class NoTextModelError(ConfigError):
-    """A file's model that runs with torch alone, and the reason."""
 
 
 def trunk_names(shapes: Shapes, num_layers: int) -> list[str]:
@@ -97,7 +90,8 @@ def _check_behind(store: GgufStore, facts: Facts) -> None:
 
 
 def _check_experts(store: GgufStore, facts: Facts) -> None:
-    wanted: dict[str, str | None] = {"gate_up": None, "down": None}
+    wide = "gate_up" if facts.known.has_gates else "up"
+    wanted: dict[str, str | None] = {wide: None, "down": None}
     if facts.known.has_expert_biases:
         wanted |= {"gate_up_bias": "gate_up", "down_bias": "down"}
     layout = store.layout
@@ -114,7 +108,8 @@ def _check_experts(store: GgufStore, facts: Facts) -> None:
             if of is not None and role.shape != roles[of].shape[:1]:
                 raise NoTextModelError(f"{at}'s {name} is {list(role.shape)}")
         width, hidden = facts.expert_width, facts.hidden_size
-        for name, shape in {"gate_up": (2 * width, hidden), "down": (hidden, width)}.items():
+        rows = width * (1 + facts.known.has_gates)
+        for name, shape in {wide: (rows, hidden), "down": (hidden, width)}.items():
             if roles[name].shape != shape:
                 raise NoTextModelError(f"{at}'s {name} is {list(roles[name].shape)}")
 
@@ -123,22 +118,25 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
     """Yield the trunk's tensors and their shapes; a head as the file has it."""
     hidden = facts.hidden_size
     yield EMBEDDING, (facts.vocabulary, hidden)
-    yield "output_norm.weight", (hidden,)
+    yield f"{facts.known.out_norm}.weight", (hidden,)
     if HEAD in found:
         yield HEAD, (facts.vocabulary, hidden)
     if facts.family.is_beside and FACTORS in found:
         yield FACTORS, (facts.all_heads()[0].turned // 2,)  # of layers that see all positions
     for block in range(facts.num_layers):
         at = f"blk.{block}"
-        for name in ("attn_norm", facts.known.forward_norm):
-            yield f"{at}.{name}.weight", (hidden,)
+        yield f"{at}.attn_norm.weight", (hidden,)
+        if not facts.family.is_single:
+            yield f"{at}.{facts.known.forward_norm}.weight", (hidden,)
         if facts.is_linear(block):
-            yield from _linear_attention(facts, at, found)
-        else:
+            yield from stateful_tensors(facts, at, found)
+        elif facts.has_keys(block):
             latents = facts.rank is not None
             yield from _latents(facts, block, found) if latents else _attention(facts, block)
+        if not facts.has_forward(block):
+            continue
         if facts.is_dense(block):
-            yield from _feed_forward(at, "", facts.dense_width, hidden)
+            yield from _feed_forward(facts, at, "", facts.dense_width)
         else:
             yield from _experts(facts, at, found)
 
@@ -165,30 +163,7 @@ def _attention(facts: Facts, block: int) -> Wanted:
         for name in BESIDE_NORMS:
             yield f"{at}.{name}.weight", (hidden,)
         yield f"{at}.layer_output_scale.weight", (1,)
-        yield from _feed_forward(at, "", facts.dense_width, hidden)
-
-
-def _linear_attention(facts: Facts, at: str, found: Shapes) -> Wanted:
-    hidden, sizes = facts.hidden_size, facts.linear
-    assert sizes is not None
-    if max(sizes.width, sizes.value_width) > MOST_HEAD or sizes.kernel > MOST_KERNEL:
-        raise NoTextModelError(f"linear attention of {sizes} runs with torch")
-    heads = sizes.num_heads
-    if f"{at}.ssm_in.weight" in found:
-        yield f"{at}.ssm_in.weight", (sizes.channels + sizes.values, hidden)
-    else:
-        yield f"{at}.attn_qkv.weight", (sizes.channels, hidden)
-        yield f"{at}.attn_gate.weight", (sizes.values, hidden)
-    if f"{at}.ssm_ba.weight" in found:
-        yield f"{at}.ssm_ba.weight", (2 * heads, hidden)
-    else:
-        yield f"{at}.ssm_alpha.weight", (heads, hidden)
-        yield f"{at}.ssm_beta.weight", (heads, hidden)
-    yield f"{at}.ssm_conv1d.weight", (sizes.channels, sizes.kernel)
-    yield f"{at}.ssm_a", (heads,)
-    yield f"{at}.ssm_dt.bias", (heads,)
-    yield f"{at}.ssm_norm.weight", (sizes.value_width,)
-    yield f"{at}.ssm_out.weight", (hidden, sizes.values)
+        yield from _feed_forward(facts, at, "", facts.dense_width)
 
 
 def _latents(facts: Facts, block: int, found: Shapes) -> Wanted:
@@ -227,13 +202,15 @@ def _experts(facts: Facts, at: str, found: Shapes) -> Wanted:
     if facts.family.correction is not None and correction is not None:
         yield correction, (count,)
     if facts.shared_width:
-        yield from _feed_forward(at, "_shexp", facts.shared_width, hidden)
+        yield from _feed_forward(facts, at, "_shexp", facts.shared_width)
         if facts.family.shared_weight is not None:
             yield f"{at}.ffn_gate_inp_shexp.weight", (1, hidden)
 
 
-def _feed_forward(at: str, suffix: str, width: int, hidden: int) -> Wanted:
-    yield f"{at}.ffn_gate{suffix}.weight", (width, hidden)
+def _feed_forward(facts: Facts, at: str, suffix: str, width: int) -> Wanted:
+    hidden = facts.hidden_size
+    if facts.known.has_gates:
+        yield f"{at}.ffn_gate{suffix}.weight", (width, hidden)
     yield f"{at}.ffn_up{suffix}.weight", (width, hidden)
     yield f"{at}.ffn_down{suffix}.weight", (hidden, width)
 

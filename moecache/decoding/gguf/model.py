@@ -279,11 +279,15 @@ class TextModel:
 
     def _empty_cache(self, name: int | None) -> TextCache:
         facts = self._said.facts
-        is_linear = [facts.is_linear(block) for block in range(facts.num_layers)]
-        held = [facts.held(block) for block, linear in enumerate(is_linear) if not linear]
+        blocks = range(facts.num_layers)
+        held = [facts.held(block) for block in blocks if facts.has_keys(block)]
         if facts.linear is None:
             return TextCache(held, name)
-        return StatesCache(is_linear, facts.linear, held, name)
+        kinds = [
+            "keys" if facts.has_keys(block) else "states" if facts.is_linear(block) else ""
+            for block in blocks
+        ]
+        return StatesCache(kinds, facts.linear, held, name)
 
     def _grow(self, cache: TextCache, num_new: int) -> None:
         growth = cache.growth_bytes(num_new)

@@ -9,13 +9,13 @@ import numpy as np
 from moecache.decoding.families import Family
 from moecache.decoding.gguf import _softmax
 from moecache.decoding.gguf._architecture import Architecture
-from moecache.decoding.gguf._facts import LATENT_EPSILON, Facts
+from moecache.decoding.gguf._facts import LATENT_EPSILON, Facts, NoTextModelError
 from moecache.decoding.gguf._known import KNOWN, family_of
 from moecache.decoding.gguf._metadata import Metadata
+from moecache.decoding.gguf._stateful import read_stateful
 from moecache.decoding.gguf._tensors import (
     BESIDE_NORMS,
     FACTORS,
-    NoTextModelError,
     check_tensors,
     correction_of,
     trunk_names,
@@ -23,12 +23,12 @@ from moecache.decoding.gguf._tensors import (
 from moecache.decoding.gguf.angles import frequencies
 from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk
 from moecache.decoding.recipe import (
+    Attending,
     Attention,
     Beside,
     FeedForward,
     LatentAttention,
     Layer,
-    LinearAttention,
     Norm,
     Recipe,
     Rotation,
@@ -129,7 +129,7 @@ class FileModel:
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values, in bfloat16."""
         blocks = range(self.num_layers)
-        held = [self.facts.held(block) for block in blocks if not self.facts.is_linear(block)]
+        held = [self.facts.held(block) for block in blocks if self.facts.has_keys(block)]
         return sum(2 * heads * (width + value_width) for heads, width, value_width in held)
 
     @property
@@ -193,7 +193,7 @@ class FileModel:
         return Recipe(
             self.facts.hidden_size,
             tuple(self._layer(trunk, block, kernel_of) for block in blocks),
-            self._norm(trunk, "output_norm.weight"),
+            self._norm(trunk, f"{self.facts.known.out_norm}.weight"),
             trunk.linear(head),
             self.facts.embedding_scale,
             float(self.settings.get("logits_scaling", 1.0)),
@@ -201,27 +201,32 @@ class FileModel:
         )
 
     def _norm(self, trunk: Trunk, name: str) -> Norm:
-        return trunk.norm(name, self.settings["rms_norm_eps"])
+        return trunk.norm(name, self.facts.epsilon)
 
     def _layer(
         self, trunk: Trunk, block: int, kernel_of: Callable[[int], tuple[int, SlotKernel]]
     ) -> Layer:
         at, facts = f"blk.{block}", self.facts
         router, experts, number, forward = None, None, -1, None
-        if facts.is_dense(block):
-            forward = _feed_forward(trunk, at, "")
+        has_attention, has_forward = True, facts.has_forward(block)
+        before = behind = self._norm(trunk, f"{at}.attn_norm.weight")
+        if facts.family.is_single:
+            has_attention = not has_forward
         else:
+            behind = self._norm(trunk, f"{at}.{facts.known.forward_norm}.weight")
+        if has_forward and facts.is_dense(block):
+            forward = self._feed_forward(trunk, at, "")
+        elif has_forward:
             number, kernel = kernel_of(block)
             experts, router = kernel.experts, self._router(trunk, at)
             if facts.family.is_beside:
-                forward = _feed_forward(trunk, at, "", activation=self.gate["activation"])
+                forward = self._feed_forward(trunk, at, "")
             elif facts.shared_width:
-                has_weight = facts.family.shared_weight is not None
-                forward = _feed_forward(trunk, at, "_shexp", has_weight=has_weight)
+                forward = self._feed_forward(trunk, at, "_shexp")
         return Layer(
-            self._norm(trunk, f"{at}.attn_norm.weight"),
-            self._attending(trunk, block),
-            self._norm(trunk, f"{at}.{facts.known.forward_norm}.weight"),
+            before if has_attention else None,
+            self._attending(trunk, block) if has_attention else None,
+            behind if has_forward else None,
             forward,
             router,
             experts,
@@ -267,40 +272,25 @@ class FileModel:
             else None,
         )
 
-    def _attending(self, trunk: Trunk, block: int) -> Attention | LatentAttention | LinearAttention:
+    def _feed_forward(self, trunk: Trunk, at: str, suffix: str) -> FeedForward:
+        """Return the feed-forward of all tokens, or of a layer without experts."""
+        known = self.facts.known
+        gate, up, down = (f"{at}.ffn_{part}{suffix}" for part in ("gate", "up", "down"))
+        has_weight = suffix and self.facts.family.shared_weight is not None
+        return FeedForward(
+            trunk.linear(gate) if known.has_gates else None,
+            trunk.linear(up),
+            trunk.linear(down),
+            known.activation,
+            trunk.linear(f"{at}.ffn_gate_inp{suffix}") if has_weight else None,
+        )
+
+    def _attending(self, trunk: Trunk, block: int) -> Attending:
         if self.facts.is_linear(block):
-            return self._linear(trunk, f"blk.{block}")
+            return read_stateful(self.facts, trunk, f"blk.{block}")
         if self.facts.rank is not None:
             return self._latents(trunk, block)
         return self._attention(trunk, block)
-
-    def _linear(self, trunk: Trunk, at: str) -> LinearAttention:
-        facts = self.facts
-        assert facts.linear is not None
-        num_keys, num_heads, width, value_width, _ = facts.linear
-        # Matrices of two may be one.
-        mixed, gates = ("attn_qkv", "attn_gate")
-        if f"{at}.ssm_in.weight" in trunk:
-            mixed, gates = ("ssm_in", "")
-        shares, decays = ("ssm_beta", "ssm_alpha")
-        if f"{at}.ssm_ba.weight" in trunk:
-            shares, decays = ("ssm_ba", "")
-        return LinearAttention(
-            trunk.linear(f"{at}.{mixed}"),
-            trunk.linear(f"{at}.{gates}") if gates else None,
-            trunk.linear(f"{at}.{decays}") if decays else None,
-            trunk.linear(f"{at}.{shares}"),
-            trunk.transposed(f"{at}.ssm_conv1d.weight"),
-            trunk.numbers(f"{at}.ssm_a"),
-            trunk.numbers(f"{at}.ssm_dt.bias"),
-            self._norm(trunk, f"{at}.ssm_norm.weight"),
-            trunk.linear(f"{at}.ssm_out"),
-            num_keys=num_keys,
-            num_heads=num_heads,
-            width=width,
-            value_width=value_width,
-            is_tiled=facts.known.is_tiled,
-        )
 
     def _attention(self, trunk: Trunk, block: int) -> Attention:
         at, facts = f"blk.{block}", self.facts
@@ -329,7 +319,7 @@ class FileModel:
         )
 
     def _plain_norm(self, width: int) -> Norm:
-        return Norm(np.ones(width, np.float32), self.settings["rms_norm_eps"])
+        return Norm(np.ones(width, np.float32), self.facts.epsilon)
 
     def _latents(self, trunk: Trunk, block: int) -> LatentAttention:
         at, facts = f"blk.{block}", self.facts
@@ -367,10 +357,11 @@ class FileModel:
             "hidden_size_per_layer_input"
         ):
             raise NoTextModelError("layers that share keys, or have inputs of their own")
-        if all(map(facts.is_linear, range(facts.num_layers))):
+        if not any(map(facts.has_keys, range(facts.num_layers))):
             raise NoTextModelError("no layer has keys and values")
         for heads in facts.all_heads():
-            if facts.hidden_size < 1 or heads.turned < 2 or heads.turned % 2:
+            least = 0 if facts.is_still else 2
+            if facts.hidden_size < 1 or heads.turned < least or heads.turned % 2:
                 raise NoTextModelError(f"{heads.turned} numbers of a head cannot be turned")
         check_tensors(self._store, facts)
 
@@ -385,13 +376,3 @@ class FileModel:
 def _pairs_of(architecture: Architecture, family: Family) -> str:
     """Return what a rotation turns together, as `Rotation` says it."""
     return "neighbours" if architecture.source in _NEIGHBOURS else family.pairs
-
-
-def _feed_forward(
-    trunk: Trunk, at: str, suffix: str, *, has_weight: bool = False, activation: str = "silu"
-) -> FeedForward:
-    """Return the feed-forward of all tokens, or of a layer without experts."""
-    parts = (f"{at}.ffn_{part}{suffix}" for part in ("gate", "up", "down"))
-    gate, up, down = map(trunk.linear, parts)
-    weight = trunk.linear(f"{at}.ffn_gate_inp{suffix}") if has_weight else None
-    return FeedForward(gate, up, down, activation, weight)

@@ -22,7 +22,9 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Tensors that expand latents; older files have one of both.
 _EXPANDING = re.compile(r"(blk\.\d+)\.attn_(?:k|v|kv)_b\.weight")
 # What is numbers even if it is stored quantized: few, or not multiplied by kernels of matrices.
-_NUMBERS = re.compile(r"blk\.\d+\.(?:attn_kv_b|ssm_conv1d)\.weight")
+_NUMBERS = re.compile(
+    r"blk\.\d+\.(?:attn_kv_b|ssm_conv1d|ssm_norm|shortconv\.conv)\.weight|blk\.\d+\.ssm_[ad]"
+)
 # Types whose values bfloat16 would not hold.
 _WIDE = ("F32", "F16")
 
@@ -102,6 +104,10 @@ class Trunk:
         """Return the numbers of a tensor of one dimension, float32."""
         found: np.ndarray = self._found[name].result()[0]
         return found
+
+    def flat(self, name: str) -> np.ndarray:
+        """Return the numbers of a tensor, row by row, float32 [size]."""
+        return np.ascontiguousarray(self.numbers(name).reshape(-1), np.float32)
 
     def transposed(self, name: str) -> np.ndarray:
         """Return a tensor of two dimensions that is made numbers, float32 [columns, rows]."""

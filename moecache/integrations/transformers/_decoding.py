@@ -337,7 +337,7 @@ class Decoder:
         self._runtime.steps.check_usable()
         num_rows = len(ids)
         each = 1 if begins is None else num_rows // len(begins)
-        pages: list[list[KeyValues | States]] = []
+        pages: list[list[KeyValues | States | None]] = []
         for cache, length in zip(caches, lengths, strict=True):
             found = self._pages.of(cache, length, each)
             if found is None or len(found) != len(reading.recipe.layers):

@@ -34,7 +34,9 @@ class Pages:
         self._most = most
         self._last: dict[int, _Last] = {}
 
-    def of(self, cache: Cache, length: int, num_tokens: int) -> list[KeyValues | States] | None:
+    def of(
+        self, cache: Cache, length: int, num_tokens: int
+    ) -> list[KeyValues | States | None] | None:
         """Return a cache's layers, with room for more tokens.
 
         Returns
@@ -82,7 +84,7 @@ class _Last:
         self, cache: "weakref.ref[Cache]", layers: list[GrowingLayer | SlidingLayer | StatesLayer]
     ) -> None:
         self.cache, self.layers = cache, layers
-        self.found: list[KeyValues | States] = [layer.key_values() for layer in layers]
+        self.found: list[KeyValues | States | None] = [layer.key_values() for layer in layers]
         self._states = [
             (place, layer) for place, layer in enumerate(layers) if isinstance(layer, StatesLayer)
         ]

@@ -43,8 +43,7 @@ def _is_apart(layer: Layer) -> bool:
         and layer.forward is None
         and router is not None
         and router.scores in ("softmax", "softmax of the chosen")
-        and layer.attention_norm.bias is None
-        and layer.forward_norm.bias is None
+        and all(one and one.bias is None for one in (layer.attention_norm, layer.forward_norm))
     )
 
 

@@ -1,7 +1,9 @@
 """Architectures whose layers differ in kind: LFM2's convolutions, sliding windows of others."""
 
+from dataclasses import replace
 from typing import Any
 
+from moecache.decoding.gguf import _lfm2
 from moecache.decoding.gguf._architecture import Architecture, Source
 from moecache.decoding.gguf._common import (
     correction,
@@ -13,28 +15,6 @@ from moecache.decoding.gguf._common import (
 from moecache.decoding.gguf._metadata import Metadata
 
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
-
-
-def _lfm2(said: Metadata) -> dict[str, Any]:
-    settings = plain_settings(said)
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
-    heads = said.sizes("attention.head_count_kv")[: said.num_layers]
-    return {
-        **settings,
-        "norm_eps": settings.pop("rms_norm_eps"),
-        "intermediate_size": said.size("feed_forward_length"),
-        "moe_intermediate_size": expert_width(said),
-        "num_experts": said.size("expert_count", least=1),
-        "num_dense_layers": said.size("leading_dense_block_count", 0),
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
-        "conv_L_cache": said.size("shortconv.l_cache", least=1),
-        "conv_bias": "blk.0.shortconv.in_proj.bias" in said.tensors,
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in said.tensors),
-        "norm_topk_prob": True,
-        "routed_scaling_factor": said.real("expert_weights_scale", 1.0, least=-1.0) or 1.0,
-    }
 
 
 def _lfm2_source(leaf: str, layer: int, _said: Metadata) -> Source | None:
@@ -136,12 +116,11 @@ def _cohere2(said: Metadata) -> dict[str, Any]:
 COHERE2MOE = Architecture("Cohere2Moe", _cohere2, like="exaone-moe")
 EXAONE_MOE = Architecture("ExaoneMoe", _exaone_moe, source=correction)
 AFMOE = Architecture("Afmoe", _afmoe, source=correction)
-LFM2MOE = Architecture(
-    "Lfm2Moe",
-    _lfm2,
-    {
+LFM2MOE = replace(
+    _lfm2.LFM2MOE,
+    names={
         "feed_forward.expert_bias": "exp_probs_b.bias",
         "model.embedding_norm.weight": "token_embd_norm.weight",
     },
-    _lfm2_source,
+    source=_lfm2_source,
 )

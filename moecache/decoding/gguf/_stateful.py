@@ -1,0 +1,148 @@
+"""Layers that hold states: their tensors in a GGUF file, and their part of a recipe."""
+
+from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL
+from moecache.decoding.gguf._facts import Facts, LinearSizes, NoTextModelError, Shapes, Wanted
+from moecache.decoding.gguf.trunk import Trunk
+from moecache.decoding.recipe import LinearAttention, ShortConvolution, StateSpace
+
+
+def stateful_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
+    """Yield the tensors of a layer that holds states, and their shapes.
+
+    Raises
+    ------
+    NoTextModelError
+        If it runs with torch.
+    """
+    sizes = _sizes(facts)
+    is_short = _is_short(sizes)
+    most = sizes.width if is_short else max(sizes.width, sizes.value_width)
+    if most > MOST_HEAD or sizes.kernel > MOST_KERNEL:
+        raise NoTextModelError(f"linear attention of {sizes} runs with torch")
+    if is_short:
+        return _short_tensors(facts, at, found)
+    return (_space_tensors if sizes.is_space else _delta_tensors)(facts, at, found)
+
+
+def read_stateful(
+    facts: Facts, trunk: Trunk, at: str
+) -> LinearAttention | StateSpace | ShortConvolution:
+    """Return the recipe of a layer that holds states."""
+    sizes = _sizes(facts)
+    if _is_short(sizes):
+        return _short(trunk, at)
+    return _space(facts, trunk, at) if sizes.is_space else _delta(facts, trunk, at)
+
+
+def _sizes(facts: Facts) -> LinearSizes:
+    assert facts.linear is not None
+    return facts.linear
+
+
+def _is_short(sizes: LinearSizes) -> bool:
+    return sizes.num_keys == 0
+
+
+def _delta_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
+    hidden, sizes = facts.hidden_size, _sizes(facts)
+    heads = sizes.num_heads
+    if f"{at}.ssm_in.weight" in found:
+        yield f"{at}.ssm_in.weight", (sizes.channels + sizes.values, hidden)
+    else:
+        yield f"{at}.attn_qkv.weight", (sizes.channels, hidden)
+        yield f"{at}.attn_gate.weight", (sizes.values, hidden)
+    if f"{at}.ssm_ba.weight" in found:
+        yield f"{at}.ssm_ba.weight", (2 * heads, hidden)
+    else:
+        yield f"{at}.ssm_alpha.weight", (heads, hidden)
+        yield f"{at}.ssm_beta.weight", (heads, hidden)
+    yield f"{at}.ssm_conv1d.weight", (sizes.channels, sizes.kernel)
+    yield f"{at}.ssm_a", (heads,)
+    yield f"{at}.ssm_dt.bias", (heads,)
+    yield f"{at}.ssm_norm.weight", (sizes.value_width,)
+    yield f"{at}.ssm_out.weight", (hidden, sizes.values)
+
+
+def _space_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
+    hidden, sizes = facts.hidden_size, _sizes(facts)
+    heads, values = sizes.num_heads, sizes.values
+    rows = values + sizes.channels + heads
+    for name, shape in {"ssm_in": (rows, hidden), "ssm_out": (hidden, values)}.items():
+        yield f"{at}.{name}.weight", shape
+        if f"{at}.{name}.bias" in found:
+            yield f"{at}.{name}.bias", shape[:1]
+    yield f"{at}.ssm_conv1d.weight", (sizes.channels, sizes.kernel)
+    if f"{at}.ssm_conv1d.bias" in found:
+        yield f"{at}.ssm_conv1d.bias", (sizes.channels,)
+    yield f"{at}.ssm_a", (heads, 1)
+    yield f"{at}.ssm_d", (heads, 1)
+    yield f"{at}.ssm_dt.bias", (heads,)
+    yield f"{at}.ssm_norm.weight", (sizes.num_keys, values // sizes.num_keys)
+
+
+def _short_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
+    hidden, at = facts.hidden_size, f"{at}.shortconv"
+    for name, shape in {
+        "in_proj": (3 * hidden, hidden),
+        "conv": (hidden, _sizes(facts).kernel),
+        "out_proj": (hidden, hidden),
+    }.items():
+        yield f"{at}.{name}.weight", shape
+        if f"{at}.{name}.bias" in found:
+            yield f"{at}.{name}.bias", shape[:1]
+
+
+def _delta(facts: Facts, trunk: Trunk, at: str) -> LinearAttention:
+    num_keys, num_heads, width, value_width, *_ = _sizes(facts)
+    # Matrices of two may be one.
+    mixed, gates = ("attn_qkv", "attn_gate")
+    if f"{at}.ssm_in.weight" in trunk:
+        mixed, gates = ("ssm_in", "")
+    shares, decays = ("ssm_beta", "ssm_alpha")
+    if f"{at}.ssm_ba.weight" in trunk:
+        shares, decays = ("ssm_ba", "")
+    return LinearAttention(
+        trunk.linear(f"{at}.{mixed}"),
+        trunk.linear(f"{at}.{gates}") if gates else None,
+        trunk.linear(f"{at}.{decays}") if decays else None,
+        trunk.linear(f"{at}.{shares}"),
+        trunk.transposed(f"{at}.ssm_conv1d.weight"),
+        trunk.numbers(f"{at}.ssm_a"),
+        trunk.numbers(f"{at}.ssm_dt.bias"),
+        trunk.norm(f"{at}.ssm_norm.weight", facts.epsilon),
+        trunk.linear(f"{at}.ssm_out"),
+        num_keys=num_keys,
+        num_heads=num_heads,
+        width=width,
+        value_width=value_width,
+        is_tiled=facts.known.is_tiled,
+    )
+
+
+def _space(facts: Facts, trunk: Trunk, at: str) -> StateSpace:
+    sizes, bias = _sizes(facts), f"{at}.ssm_conv1d.bias"
+    return StateSpace(
+        trunk.linear(f"{at}.ssm_in"),
+        trunk.transposed(f"{at}.ssm_conv1d.weight"),
+        trunk.numbers(bias) if bias in trunk else None,
+        trunk.flat(f"{at}.ssm_a"),
+        trunk.numbers(f"{at}.ssm_dt.bias"),
+        trunk.flat(f"{at}.ssm_d"),
+        trunk.norm(f"{at}.ssm_norm.weight", facts.epsilon),
+        trunk.linear(f"{at}.ssm_out"),
+        num_keys=sizes.num_keys,
+        num_heads=sizes.num_heads,
+        width=sizes.width,
+        value_width=sizes.value_width,
+        num_norms=sizes.num_keys,
+    )
+
+
+def _short(trunk: Trunk, at: str) -> ShortConvolution:
+    at, bias = f"{at}.shortconv", f"{at}.shortconv.conv.bias"
+    return ShortConvolution(
+        trunk.linear(f"{at}.in_proj"),
+        trunk.transposed(f"{at}.conv.weight"),
+        trunk.numbers(bias) if bias in trunk else None,
+        trunk.linear(f"{at}.out_proj"),
+    )

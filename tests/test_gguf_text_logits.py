@@ -111,7 +111,9 @@ def test_logits_are_those_of_transformers(
     tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
     """But for the order of sums."""
-    settings = {key: bool(value) if key.startswith("tie") else value for key, value in settings.items()}
+    settings = {
+        key: bool(value) if key.startswith("tie") else value for key, value in settings.items()
+    }
     if name in {"olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe"}:
         settings["norm_topk_prob"] = name.startswith("qwen3")
     model, metadata, tensors = parts_of(name, **settings)

@@ -32,10 +32,11 @@ pytestmark = [
 IDS = np.random.default_rng(0).integers(3, 90, 150).tolist()
 
 
-@pytest.fixture(name="file", scope="module")
-def _file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a quantized file of Qwen 3.5."""
-    return write_quantized(tmp_path_factory.mktemp("states") / "model.gguf", "qwen35moe", 1024)
+@pytest.fixture(name="file", scope="module", params=["qwen35moe", "nemotron_h_moe", "lfm2moe"])
+def _file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a quantized file of a model whose layers hold states of one kind or the other."""
+    path = tmp_path_factory.mktemp("states") / "model.gguf"
+    return write_quantized(path, request.param, 1024)
 
 
 @pytest.fixture(name="model")
@@ -173,7 +174,7 @@ def test_pages_of_another_shape_are_left_out(model: TextModel) -> None:
     keys, states = len(first), second[len(first) :]
     for other in (
         states[:-1],
-        tuple((seen, held[:, :1]) for seen, held in states),
+        tuple((seen, held[..., :-1]) for seen, held in states),
         tuple((seen[..., :-1], held) for seen, held in states),
         tuple((seen, held.astype(np.float16)) for seen, held in states),
     ):

@@ -29,6 +29,7 @@ NAMES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "dots1", "deepseek_v2"),
     *("deepseek_v3", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "phimoe"),
     *("qwen3_vl_moe", "hy_v3", "exaone_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl"),
+    *("granitemoeshared", "granitemoehybrid", "lfm2_moe", "nemotron_h"),
 )
 NUM_TOKENS = 10
 
@@ -492,7 +493,7 @@ def test_the_report_says_how_tokens_are_computed(tmp_path: Path, model: Any) -> 
     """And why not by a call, where a family has no recipe."""
     decode(model, num=3)
     assert "tokens are one call each; 3 were" in model.moecache.report()
-    path = write_checkpoint(FAMILIES["lfm2_moe"], tmp_path, "float32")
+    path = write_checkpoint(FAMILIES["jamba"], tmp_path, "float32")
     other = load_in_slots(path, compute="fast")
     with other.moecache:
         decode(other, num=2)

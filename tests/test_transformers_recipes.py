@@ -81,6 +81,12 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "rotated": ("granitemoehybrid", {"position_embedding_type": "rope", "mamba_proj_bias": True}),
+    "convolutions": ("lfm2_moe", {"conv_bias": True, "use_expert_bias": False}),
+    "parts alone": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"], "n_groups": 1},
+    ),
     "no shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
     "long rope": ("phimoe", {"rope_parameters": _LONG_ROPE, "head_dim": 8}),
     "part of the head": (
@@ -189,7 +195,7 @@ def test_inspect_knows_the_families(
     from moecache.cli import main
 
     known = {*VARIANTS_OF, "glm4_moe", "dots1", "hunyuan_v1_moe", "gpt_oss", "qwen3_vl_moe"}
-    known |= {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl"}
+    known |= {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl", "lfm2_moe", "nemotron_h"}
     without = {"llama4", *(name for name, family in FAMILIES.items() if not family.has_interface)}
     for name, family in FAMILIES.items():
         found = has_recipe(family.config().model_type)
@@ -199,10 +205,11 @@ def test_inspect_knows_the_families(
     for architecture in ("qwen3moe", "gpt-oss", "deepseek2", "llama", "qwen3next", "qwen35moe"):
         assert has_recipe(architecture)
     assert all(map(has_recipe, ("hy_v3", "exaone_moe", "exaone-moe")))
-    assert not has_recipe("lfm2moe")
+    assert all(map(has_recipe, ("lfm2moe", "granitehybrid", "nemotron_h_moe")))
+    assert not has_recipe("jamba")
     assert main(["inspect", str(qwen3_moe), "--memory", "10MiB"]) == 0
     assert "tokens of qwen3_moe: one compiled call each" in capsys.readouterr().out
-    path = write_checkpoint(FAMILIES["lfm2_moe"], tmp_path, "float32")
+    path = write_checkpoint(FAMILIES["jamba"], tmp_path, "float32")
     assert main(["inspect", str(path), "--memory", "10MiB"]) == 0
     assert "the model's modules: no recipe" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ pytestmark = [
 TOKEN = torch.tensor([[3]])
 
 
-@pytest.fixture(name="model", params=["qwen3_5_moe", "qwen3_next"])
+@pytest.fixture(name="model", params=["qwen3_5_moe", "qwen3_next", "nemotron_h", "lfm2_moe"])
 def _model(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Any]:
     """Return a model that decodes by a program, a quarter of its experts in slots."""
     path = write_checkpoint(FAMILIES[request.param], tmp_path, "float32")

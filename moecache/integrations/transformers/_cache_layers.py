@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -15,6 +16,8 @@ from moecache.decoding._held import KeyValues, States
 # Positions that are allocated at once, at least; an eighth of those that are there beyond them.
 _PAGE = 256
 TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# Kinds of layers that hold nothing; older releases of transformers have none.
+EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 class GrowingLayer(DynamicLayer):
@@ -242,15 +245,15 @@ class StatesLayer(LinearAttentionLayer):
     """
 
     # What the next step writes to.
-    _spare: tuple[torch.Tensor, torch.Tensor] | None = None
+    _spare: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies have: tensors to write to are each one's own."""
         return {name: value for name, value in self.__dict__.items() if name != "_spare"}
 
     @property
-    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that a convolution sees [batch, channels, rows], and the heads' states."""
+    def held(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows that a convolution sees [batch, channels, rows], and heads' states, if any."""
         found: Any = self.conv_states[0], self.recurrent_states[0]
         return found[0], found[1]
 
@@ -258,6 +261,9 @@ class StatesLayer(LinearAttentionLayer):
         """Return whether a step can write what is held."""
         if self.number_of_states != 1 or self.record_past or not self.has_previous_state[0]:
             return False
+        parts = zip(self.held, (TYPES, (torch.float32,)), (3, 4), strict=True)
+        if not self.is_recurrent_states_initialized[0]:
+            parts = zip(self.held[:1], (TYPES,), (3,), strict=True)
         return all(
             isinstance(held, torch.Tensor)
             and held.dtype in dtypes
@@ -265,20 +271,18 @@ class StatesLayer(LinearAttentionLayer):
             and held.is_contiguous()
             and not held.requires_grad
             and held.dim() == num
-            for held, dtypes, num in zip(self.held, (TYPES, (torch.float32,)), (3, 4), strict=True)
+            for held, dtypes, num in parts
         )
 
     def reserve(self, _: int) -> None:
         """Have tensors to write to."""
         spare = self._spare
-        if spare is None or any(
-            one.shape != held.shape or one.dtype != held.dtype or not _can_change(one)
-            for one, held in zip(spare, self.held, strict=True)
-        ):
+        if spare is None or not all(map(_is_spare, spare, self.held)):
+            seen, states = self.held
             # So that a module may change either, or neither.
-            with torch.inference_mode(self.held[0].is_inference()):
-                seen, states = (torch.zeros_like(held) for held in self.held)
-            self._spare = seen, states
+            with torch.inference_mode(seen.is_inference()):
+                other = None if states is None else torch.zeros_like(states)
+                self._spare = torch.zeros_like(seen), other
 
     def grow(self, _: int) -> None:
         """Take in what a step has written."""
@@ -291,6 +295,9 @@ class StatesLayer(LinearAttentionLayer):
         (seen, states), spare = self.held, self._spare
         assert spare is not None
         (batch, channels, rows), size = seen.shape, seen.itemsize
+        # A convolution alone is as one head without a state.
+        shape = (1, 0, channels) if states is None else tuple(states.shape[1:])
+        read, written = (0 if one is None else one.data_ptr() for one in (states, spare[1]))
         # The first is seen by no later row.
         return States(
             seen.data_ptr() + size,
@@ -299,12 +306,19 @@ class StatesLayer(LinearAttentionLayer):
             TYPES[seen.dtype],
             (batch, rows - 1, channels),
             (size * channels * rows, size, size * rows),
-            states.data_ptr(),
-            spare[1].data_ptr(),
+            read,
+            written,
             0,
-            tuple(states.shape[1:]),
+            shape,
             (seen, states, spare),
         )
+
+
+def _is_spare(one: torch.Tensor | None, held: torch.Tensor | None) -> bool:
+    """Return whether a tensor can be written in the place of what is held."""
+    if one is None or held is None:
+        return one is held
+    return one.shape == held.shape and one.dtype == held.dtype and _can_change(one)
 
 
 _OURS: dict[type[Any], type[Any]] = {

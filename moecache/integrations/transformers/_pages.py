@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from moecache.decoding._held import KeyValues, States
 from moecache.integrations.transformers._cache_layers import (
+    EMPTY,
     TYPES,
     GrowingLayer,
     SlidingLayer,
@@ -53,7 +54,8 @@ class Pages:
         if layers is None:
             return None
         for layer in layers:
-            layer.reserve(num_tokens)
+            if not isinstance(layer, EMPTY):
+                layer.reserve(num_tokens)
         while len(self._last) >= self._most:
             self._last.pop(next(iter(self._last)), None)
         # Its memory goes when the cache does.
@@ -81,15 +83,21 @@ class _Last:
     """The layers of a cache, and their tensors as they were left."""
 
     def __init__(
-        self, cache: "weakref.ref[Cache]", layers: list[GrowingLayer | SlidingLayer | StatesLayer]
+        self,
+        cache: "weakref.ref[Cache]",
+        layers: list[GrowingLayer | SlidingLayer | StatesLayer],
     ) -> None:
         self.cache, self.layers = cache, layers
-        self.found: list[KeyValues | States | None] = [layer.key_values() for layer in layers]
+        self._holding = [layer for layer in layers if not isinstance(layer, EMPTY)]
+        self.found: list[KeyValues | States | None] = [
+            None if isinstance(layer, EMPTY) else layer.key_values() for layer in layers
+        ]
         self._states = [
             (place, layer) for place, layer in enumerate(layers) if isinstance(layer, StatesLayer)
         ]
         self._left = [layer.held for _, layer in self._states]
-        held: Any = next((one.keys for one in layers if not isinstance(one, StatesLayer)), None)
+        keys = (one.keys for one in self._holding if not isinstance(one, StatesLayer))
+        held: Any = next(keys, None)
         # Batch and dtype, the same for all layers of a model.
         self.kind = (0, None) if held is None else (held.shape[0], held.dtype)
         self._growing = [layer for layer in layers if isinstance(layer, GrowingLayer)]
@@ -116,7 +124,7 @@ class _Last:
 
     def grow(self, num_tokens: int) -> None:
         """Take in tokens that were written."""
-        for layer in self.layers:
+        for layer in self._holding:
             layer.grow(num_tokens)
         for place, layer in self._states:
             self.found[place] = layer.key_values()
@@ -148,6 +156,8 @@ def _layers_of(
     layers: list[Any] = cache.layers
     for layer in layers:
         adopt(layer)
+        if isinstance(layer, EMPTY):
+            continue
         if type(layer) is StatesLayer:
             if not layer.is_usable():
                 return None

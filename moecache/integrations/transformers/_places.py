@@ -50,6 +50,9 @@ class Rotary:
         return self._cos[positions], self._sin[positions]
 
     def _compute(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if not self._width:
+            none = np.empty((len(positions), 0), np.float32)
+            return none, none
         like = torch.empty((1, 1, 1), dtype=torch.float32)
         found = self._module(like, torch.from_numpy(positions)[None])
         # A pair has one angle: twice if the module says it for each number, once as a complex one.

@@ -6,7 +6,16 @@ import numpy as np
 from torch import nn
 
 from moecache.decoding.families import Family
-from moecache.decoding.recipe import Attention, LatentAttention, LinearAttention, Norm, Rotation
+from moecache.decoding.recipe import (
+    Attending,
+    Attention,
+    LatentAttention,
+    LinearAttention,
+    Norm,
+    Rotation,
+    ShortConvolution,
+    StateSpace,
+)
 from moecache.integrations.transformers.recipes._parts import (
     NoRecipeError,
     UnknownFamilyError,
@@ -30,14 +39,19 @@ class AttentionReader:
     def __init__(self, weights: Weights, family: Family, turns: Turns) -> None:
         self._weights, self._family, self._turns = weights, family, turns
 
-    def read(self, index: int, layer: Any) -> Attention | LatentAttention | LinearAttention:
-        """Return the recipe of a layer's attention."""
+    def read(self, index: int, layer: Any) -> Attending:
+        """Return the recipe of a layer's attention, or of what it has instead."""
         family = self._family
-        if family.linear is not None and hasattr(layer, family.linear):
-            return self._linear(getattr(layer, family.linear))
-        if family.is_latent:
-            return self._latents(index, layer.self_attn)
-        return self._attention(index, layer.self_attn)
+        stateful = getattr(layer, family.linear, None) if family.linear else None
+        kind = type(stateful).__name__
+        if kind.endswith("GatedDeltaNet"):
+            return self._linear(stateful)
+        if kind.endswith(("MambaLayer", "Mamba2Mixer")):
+            return self._space(stateful)
+        if kind.endswith("ShortConv"):
+            return self._short(stateful)
+        module = getattr(layer, family.attention)
+        return self._latents(index, module) if family.is_latent else self._attention(index, module)
 
     def _attention(self, index: int, module: Any) -> Attention:
         weights, family, config = self._weights, self._family, module.config
@@ -59,7 +73,7 @@ class AttentionReader:
             query,
             key,
             value,
-            weights.linear(module, "o_proj"),
+            weights.linear(module, family.out),
             num_heads=config.num_attention_heads,
             num_kv_heads=num_kv_heads,
             width=width,
@@ -80,11 +94,9 @@ class AttentionReader:
 
     def _linear(self, module: Any) -> LinearAttention:
         weights = self._weights
-        weights.uses(module.conv1d)
-        if module.conv1d.bias is not None or module.activation != "silu":
+        conv, bias = self._convolution(module.conv1d)
+        if bias is not None or module.activation != "silu":
             raise UnknownFamilyError("its convolution has a bias, or another activation")
-        weights.watched(module.conv1d, "weight")
-        conv = weights.floats(module.conv1d, "weight")[:, 0].T
         for name in ("A_log", "dt_bias"):
             weights.watched(module, name)
         is_grouped = hasattr(module, "in_proj_qkvz")
@@ -99,7 +111,7 @@ class AttentionReader:
             gates,
             decays,
             shares,
-            np.ascontiguousarray(conv),
+            conv,
             -module.A_log.detach().float().exp().numpy(),
             weights.floats(module, "dt_bias"),
             weights.norm(module.norm),
@@ -109,6 +121,44 @@ class AttentionReader:
             width=module.head_k_dim,
             value_width=module.head_v_dim,
         )
+
+    def _convolution(self, module: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return a convolution's weights, the oldest row's first, and its biases."""
+        weights = self._weights
+        weights.uses(module)
+        weights.watched(module, "weight")
+        conv = np.ascontiguousarray(weights.floats(module, "weight")[:, 0].T)
+        bias = weights.bias(module)
+        return conv, None if bias is None else weights.floats(module, "bias")
+
+    def _space(self, module: Any) -> StateSpace:
+        weights = self._weights
+        conv, bias = self._convolution(module.conv1d)
+        if module.activation not in ("silu", "swish"):
+            raise UnknownFamilyError("its convolution has another activation")
+        weights.watched(module, "A_log")
+        inner = module.intermediate_size
+        return StateSpace(
+            weights.linear(module, "in_proj"),
+            conv,
+            bias,
+            -module.A_log.detach().float().exp().numpy(),
+            weights.floats(module, "dt_bias"),
+            weights.floats(module, "D"),
+            weights.norm(module.norm),
+            weights.linear(module, "out_proj"),
+            num_keys=module.n_groups,
+            num_heads=module.num_heads,
+            width=module.ssm_state_size,
+            value_width=module.head_dim,
+            num_norms=inner // weights.number(module.norm, "group_size"),
+        )
+
+    def _short(self, module: Any) -> ShortConvolution:
+        weights = self._weights
+        conv, bias = self._convolution(module.conv)
+        mixed, out = (weights.linear(module, name) for name in ("in_proj", "out_proj"))
+        return ShortConvolution(mixed, conv, bias, out)
 
     def _temperature(self, module: Any) -> tuple[float, float] | None:
         """Return (floor, scale) of a layer without rotation, if its family has them."""

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from moecache.decoding.recipe import FeedForward, Linear, Norm
+from moecache.formats import find_format
+from moecache.formats.form import TILE_ROWS
 from moecache.integrations.transformers._fast import TYPES, FastLinear
 from moecache.integrations.transformers._native import _KIND, FORM, NativeLinear
 from moecache.integrations.transformers.recipes._watch import Watch, num_entries
@@ -20,7 +22,10 @@ _ACTIVATIONS = {
     "SiLU": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
 }
+# Names of a feed-forward's gate, up and down, which those without a gate leave out.
+_FORWARDS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 # Hooks that transformers leaves on modules once hidden states or attentions were asked for; they
@@ -178,20 +183,48 @@ class Weights:
         return Norm(weight, self.number(module, epsilon))
 
     def feed_forward(self, module: Any) -> FeedForward:
-        """Return a feed-forward of gate_proj, up_proj and down_proj."""
+        """Return a feed-forward, by whatever names its matrices go."""
         self.uses(module)
-        given = module.activation_fn if hasattr(module, "activation_fn") else module.act_fn
+        names = ("activation_fn", "act_fn", "activation")
+        given = next((getattr(module, name) for name in names if hasattr(module, name)), None)
         if isinstance(given, nn.Module):
             self.uses(given)
-        activation = _ACTIVATIONS.get(type(given).__name__)
+        # One that has none of these calls a function.
+        activation = "silu" if given is None else _ACTIVATIONS.get(type(given).__name__)
         if activation is None:
             raise NoRecipeError(f"{type(module).__name__} computes {type(given).__name__}")
+        if hasattr(module, "input_linear"):
+            gate, up = self.halves(module, "input_linear")
+            return FeedForward(gate, up, self.linear(module, "output_linear"), activation)
+        found = next((names for names in _FORWARDS if hasattr(module, names[1])), None)
+        if found is None:
+            raise NoRecipeError(f"{type(module).__name__} is no feed-forward")
+        has_gate = hasattr(module, found[0])
         return FeedForward(
-            self.linear(module, "gate_proj"),
-            self.linear(module, "up_proj"),
-            self.linear(module, "down_proj"),
+            self.linear(module, found[0]) if has_gate else None,
+            self.linear(module, found[1]),
+            self.linear(module, found[2]),
             activation,
         )
+
+    def halves(self, module: nn.Module, name: str) -> tuple[Linear, Linear]:
+        """Return a linear layer without a bias as two, of its upper and its lower rows."""
+        inner: Any = getattr(module, name)
+        if type(inner).forward is NativeLinear.forward:
+            kind, rows, columns, _ = inner.__dict__[_KIND]
+            owner, num = self.tensor(inner, FORM), rows // 2
+            if num % TILE_ROWS:
+                raise NoRecipeError(f"{name} of {rows} rows in {kind} has no halves")
+            size = find_format(kind).form_bytes(num, columns)
+        else:
+            owner = self.tensor(inner, "weight")
+            num, columns = owner.shape[0] // 2, owner.shape[1]
+            kind, size = TYPES.get(owner.dtype, ""), num * columns * owner.itemsize
+        if self.linear(module, name).bias is not None:
+            raise NoRecipeError(f"{name} has a bias")
+        starts = (owner.data_ptr(), owner.data_ptr() + size)
+        first, second = (Matrix(start, kind, num, columns, None, owner) for start in starts)
+        return Linear(first), Linear(second)
 
 
 def _array_of(module: nn.Module, name: str, found: torch.Tensor) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Reading a model's recipe from its modules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -25,11 +25,14 @@ __all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
 # Settings that say what positions a layer sees.
 _SEEN = ("layer_types", "sliding_window", "attention_chunk_size")
-# Of every layer.
-_PARTS = ("input_layernorm", "post_attention_layernorm")
-# Where layers have linear attention, and how its classes are called beside those of attention.
-_LINEARS = sorted({family.linear for family in FAMILIES.values() if family.linear})
-_LINEAR = ("Attention", "GatedDeltaNet")
+# What an inner model's embedding, last norm and angles are called.
+_EMBEDDINGS = ("embed_tokens", "embeddings")
+_NORMS, _ROTARY = ("norm", "norm_f", "embedding_norm"), ("rotary_emb", "pos_emb")
+# Where layers have attention, or what is there instead, and how the latter's classes are called.
+_ATTENDING = sorted(
+    {name for row in FAMILIES.values() for name in (row.attention, row.linear or "")}
+)
+_STATEFUL = ("GatedDeltaNet", "MambaLayer", "Mamba2Mixer", "ShortConv")
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
@@ -84,47 +87,48 @@ def read_recipe(
     if hasattr(inner, "language_model"):
         weights.uses(inner)
         inner = inner.language_model
-    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    missing = [part for part in parts if getattr(inner, part, None) is None]
-    if missing or not hasattr(model, "lm_head"):
-        raise UnknownFamilyError(f"{type(model).__name__} has no {', '.join(missing) or 'lm_head'}")
+    embedding, norm, rotary = (_part(inner, names) for names in (_EMBEDDINGS, _NORMS, _ROTARY))
+    parts = {"lm_head": getattr(model, "lm_head", None), "embed_tokens": embedding, "norm": norm}
+    parts["layers"] = getattr(inner, "layers", None)
+    missing = [name for name, part in parts.items() if part is None]
+    if missing:
+        raise UnknownFamilyError(f"{type(model).__name__} has no {', '.join(missing)}")
     # Its own hooks run, as they do around any forward.
     weights.holds(model)
-    for module in (inner, inner.layers, inner.embed_tokens, inner.rotary_emb):
-        weights.uses(module)
-    turns = turns_of(inner.rotary_emb, weights)
+    for module in (inner, inner.layers, embedding, rotary):
+        if module is not None:
+            weights.uses(module)
     if len(inner.layers) != inner.config.num_hidden_layers:
         raise UnknownFamilyError("not all of its layers are run")
     found = {
         id(model.get_submodule(path)): (*kernel, num_router_hooks.get(path, 0))
         for path, kernel in kernels.items()
     }
-    for layer in inner.layers:
-        missing = [name for name in _PARTS if not hasattr(layer, name)]
-        if missing:
-            raise UnknownFamilyError(f"{type(layer).__name__} has no {', '.join(missing)}")
     families = [_family_of(layer, found) for layer in inner.layers]
     if not families or any(family != families[0] for family in families):
         raise UnknownFamilyError("its layers are not of one family")
-    reader = _Reader(weights, families[0], turns, found)
     family, config = families[0], inner.config
+    turns = turns_of(rotary, weights, may_be_still=family.linear is not None)
+    reader = _Reader(weights, family, turns, found)
     for name in _SEEN:
         if hasattr(config, name):
             weights.number(config, name)
     for index, layer in enumerate(inner.layers):
-        if weights.number(_attending(layer), "layer_idx") != index:
+        attending = _attending(layer)
+        place = attending if hasattr(attending, "layer_idx") else layer
+        if weights.number(place, "layer_idx") != index:
             raise NoRecipeError("its layers stand in another order than in its cache")
     layers = tuple(reader.layer(index, layer) for index, layer in enumerate(inner.layers))
     recipe = Recipe(
         config.hidden_size,
         layers,
-        weights.norm(inner.norm, adds_one=family.adds_one),
+        weights.norm(norm, adds_one=family.adds_one),
         weights.linear(model, "lm_head"),
         float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
         float(weights.number(config, family.logits)) if family.logits else 1.0,
         weights.number(config, family.cap) if family.cap else None,
     )
-    embed = embedding_of(inner.embed_tokens, weights)
+    embed = embedding_of(embedding, weights)
     return Reading(recipe, weights, embed, turns.module, turns.width)
 
 
@@ -136,10 +140,15 @@ def _attending(layer: Any) -> Any:
     UnknownFamilyError
         If it has none.
     """
-    found = next((name for name in ("self_attn", *_LINEARS) if hasattr(layer, name)), None)
-    if found is not None:
-        return getattr(layer, found)
-    raise UnknownFamilyError(f"{type(layer).__name__} has no self_attn")
+    found = _part(layer, _ATTENDING)
+    if found is None:
+        raise UnknownFamilyError(f"{type(layer).__name__} has no self_attn")
+    return found
+
+
+def _part(module: Any, names: Iterable[str]) -> Any:
+    """Return the part that goes by one of some names, `None` if there is none."""
+    return next((part for name in names if (part := getattr(module, name, None)) is not None), None)
 
 
 def _block(layer: Any, family: Family) -> Any:
@@ -152,8 +161,12 @@ def _family_of(layer: Any, kernels: Mapping[int, Any]) -> Family:
     place = type(attention).__module__.split(".")
     kind = type(attention).__name__
     for (name, attending, routing), family in FAMILIES.items():
-        is_linear = family.linear is not None and kind == attending.replace(*_LINEAR)
-        if place[:3] != ["transformers", "models", name] or not (is_linear or kind == attending):
+        kinds = {attending}
+        if family.linear is not None:
+            kinds |= {attending.replace("Attention", one) for one in _STATEFUL}
+        if family.is_single:
+            kinds |= {routing, attending.replace("Attention", "MLP")}
+        if place[:3] != ["transformers", "models", name] or kind not in kinds:
             continue
         block = _block(layer, family)
         has_experts = id(getattr(block, "experts", None)) in kernels
@@ -199,21 +212,33 @@ class _Reader:
             weights.uses(module)
         if family.is_beside:
             return self._beside(index, layer)
-        made = Layer(
-            weights.norm(layer.input_layernorm, adds_one=family.adds_one),
-            self._attending.read(index, layer),
-            weights.norm(layer.post_attention_layernorm, adds_one=family.adds_one),
-            scale=float(weights.number(layer, family.residual)) if family.residual else 1.0,
+        if family.is_single:
+            norm = weights.norm(layer.norm)
+            if weights.number(layer, "block_type") not in ("moe", "mlp"):
+                return Layer(norm, self._attending.read(index, layer), None)
+            return self._with_forward(Layer(None, None, norm), layer, block)
+        before, behind = (
+            weights.norm(getattr(layer, name), adds_one=family.adds_one)
+            for name in family.layer_norms
         )
+        scale = float(weights.number(layer, family.residual)) if family.residual else 1.0
+        made = Layer(before, self._attending.read(index, layer), behind, scale=scale)
+        return self._with_forward(made, layer, block)
+
+    def _with_forward(self, made: Layer, layer: Any, block: Any) -> Layer:
+        """Return a layer with its experts, or the feed-forward that it has instead."""
+        weights, family = self._weights, self._family
         kernel = self._kernels.get(id(getattr(block, "experts", None)))
         if kernel is None:
             return replace(made, forward=weights.feed_forward(block))
         number, computing, num_hooks = kernel
         weights.uses(block)
         weights.uses(block.experts)
-        shared = None
-        if family.shared is not None and getattr(block, family.shared) is not None:
-            shared = weights.feed_forward(getattr(block, family.shared))
+        if not isinstance(getattr(block, "fc1_latent_proj", None), nn.Identity | None):
+            raise UnknownFamilyError("its experts are given latents")
+        shared, holder = None, layer if family.is_shared_beside else block
+        if family.shared is not None and getattr(holder, family.shared) is not None:
+            shared = weights.feed_forward(getattr(holder, family.shared))
             if family.shared_weight is not None:
                 shared = replace(shared, weight=weights.linear(block, family.shared_weight))
         return replace(
@@ -286,7 +311,8 @@ class _Reader:
         if family.correction is not None:
             where, _, name = family.correction.rpartition(".")
             holder = attrgetter(where)(block) if where else block
-            correction = weights.floats(holder, name).reshape(-1)
+            if getattr(holder, name, None) is not None:
+                correction = weights.floats(holder, name).reshape(-1)
 
         def number(name: str) -> Any:
             return weights.number(module, name)

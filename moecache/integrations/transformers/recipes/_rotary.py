@@ -53,14 +53,34 @@ class _Several:
         return cos, sin
 
 
-def turns_of(module: Any, weights: Weights) -> Turns:
+class _Still:
+    """No angles: of models whose heads know no positions."""
+
+    rope_type = "default"
+
+    def __call__(self, like: Any, positions: Any) -> tuple[Any, Any]:
+        """Return cosines and sines of no pairs."""
+        none = like.new_empty((*positions.shape, 0))
+        return none, none
+
+
+def turns_of(module: Any, weights: Weights, *, may_be_still: bool = False) -> Turns:
     """Return what makes a model's angles.
+
+    Parameters
+    ----------
+    module : Module or None
+    weights : Weights
+    may_be_still : bool, default False
+        Whether there may be no module.
 
     Raises
     ------
     UnknownFamilyError
         If its positions are no rotary ones.
     """
+    if module is None and may_be_still:
+        return Turns(_Still(), 0, {"": (0, 0)})
     frequencies = getattr(module, "inv_freq", None)
     if frequencies is not None:
         if getattr(module, "rope_type", None) in STATIC_ROTARY:

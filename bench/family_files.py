@@ -7,7 +7,8 @@ FOLDER gets a file of half a gigabyte for each family, of random weights: eight 
 experts, hidden size 1024, experts in Q4_0 and the rest in Q8_0, all of it in slots. All contestants
 are given the same tokens, so that they use the same experts; figures are medians of rounds in
 turns: milliseconds of a token behind a prompt, seconds of the prompt, and both as shares of
-llama.cpp's, and how often they would choose its next token.
+llama.cpp's, and how often they would choose its next token. The bound of a token is the time that
+its weights take at the speed with which two threads read memory, measured in each round.
 """
 
 import argparse
@@ -29,7 +30,8 @@ NUM_TOKENS, CONTEXT = 64, 8192
 QUANTIZED = {
     "_exps.weight": "Q4_0",
     **dict.fromkeys(("token_embd", "output.", "attn_output", "attn_qkv", "attn_gate"), "Q8_0"),
-    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "ssm_out", "_shexp.weight"), "Q8_0"),
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "ssm_in", "ssm_out", "_proj."), "Q8_0"),
+    "_shexp.weight": "Q8_0",
 }
 # Types that the first of `QUANTIZED` would give to norms and to what is one row.
 PLAIN = {"norm": "F32", "inp_shexp": "F32"}
@@ -61,6 +63,7 @@ def _sizes(layers: int) -> dict[str, dict[str, Any]]:
         "shared_expert_intermediate_size": 512,
     }
     wide = [(layer + 1) % 4 == 0 for layer in range(layers)]
+    blocks = [("full_attention" if one else "linear_attention", "moe") for one in wide]
     return {
         "qwen3moe": {
             "num_attention_heads": 16,
@@ -78,6 +81,38 @@ def _sizes(layers: int) -> dict[str, dict[str, Any]]:
         "deepseek2 v3": latent,
         "qwen35moe": linear
         | {"layer_types": ["full_attention" if one else "linear_attention" for one in wide]},
+        "nemotron_h_moe": {
+            "layers_block_type": [kind for block in blocks for kind in block],
+            "num_hidden_layers": 2 * layers,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "n_routed_experts": 64,
+            "moe_shared_expert_intermediate_size": 1024,
+        },
+        "granitehybrid": {
+            "layer_types": ["full_attention" if one else "linear_attention" for one in wide],
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 32,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 128,
+            "num_local_experts": 64,
+            "intermediate_size": 512,
+            "shared_intermediate_size": 1024,
+        },
+        "lfm2moe": {
+            "layer_types": ["full_attention" if one else "conv" for one in wide],
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "num_experts": 64,
+            "intermediate_size": 2048,
+        },
         "gemma4 keys as values": {
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
@@ -115,6 +150,9 @@ def write_family(path: Path, name: str, layers: int, hidden: int) -> None:
         factors = np.full(turned, 1e30, np.float32)
         factors[: turned // 4] = 1
         tensors["rope_freqs.weight"] = factors
+    # llama.cpp's name for it, which others write otherwise.
+    if (epsilon := metadata.get("nemotron_h_moe.attention.layer_norm_rms_epsilon")) is not None:
+        metadata["nemotron_h_moe.attention.layer_norm_epsilon"] = epsilon
     write_gguf(path, metadata | said, tensors, PLAIN | QUANTIZED)
 
 

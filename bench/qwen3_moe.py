@@ -148,7 +148,7 @@ def write_checkpoint(directory: Path, config: Any, *, overlap: float = 0.4, seed
     states = torch.nn.functional.embedding(ids, trunk["model.embed_tokens.weight"])
     for number in track(range(config.num_hidden_layers), "writing layers", transient=True):
         layer = make_layer(config, number, common, normal)
-        states = balance(layer, states, config, common, overlap)
+        states = balance(layer, states, config, common, overlap, is_first=number == 0)
         write(number + 2, layer_tensors(layer, f"model.layers.{number}."))
     config.save_pretrained(directory)
     write_tokenizer(directory, config.vocab_size)
@@ -214,18 +214,33 @@ def down_std(top_k: int, width: int) -> float:
     return EXPERTS * math.sqrt(top_k / width) / 0.6
 
 
-def balance(layer: Any, states: Any, config: Any, common: Any, overlap: float) -> Any:
-    """Let the router prefer experts until `overlap` of them repeat; return the layer's output."""
+def attend(layer: Any, normed: Any, config: Any) -> tuple[Any, Any]:
+    """Return what a layer adds before its experts, and the module that makes it."""
     import torch
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
-    positions = torch.arange(states.shape[1])[None]
+    angles = Qwen3MoeRotaryEmbedding(config)(normed, torch.arange(normed.shape[1])[None])
+    found = layer.self_attn(normed, position_embeddings=angles, attention_mask=None)
+    return found[0], layer.self_attn.o_proj
+
+
+def balance(
+    layer: Any,
+    states: Any,
+    config: Any,
+    common: Any,
+    overlap: float,
+    *,
+    attends: Callable[[Any, Any, Any], tuple[Any, Any]] = attend,
+    is_first: bool,
+) -> Any:
+    """Let the router prefer experts until `overlap` of them repeat; return the layer's output."""
+    import torch
+
     with torch.inference_mode():
-        angles = Qwen3MoeRotaryEmbedding(config)(states, positions)
-        normed = layer.input_layernorm(states)
-        attended = layer.self_attn(normed, position_embeddings=angles, attention_mask=None)[0]
-        scale = (ATTENTION if layer.self_attn.layer_idx else FIRST_ATTENTION) / attended.std()
-        layer.self_attn.o_proj.weight *= scale
+        attended, out = attends(layer, layer.input_layernorm(states), config)
+        scale = (FIRST_ATTENTION if is_first else ATTENTION) / attended.std()
+        out.weight *= scale
         states = states + attended * scale
         inputs = layer.post_attention_layernorm(states)
         seen = inputs[0].float()

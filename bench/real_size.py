@@ -1,6 +1,7 @@
 """A GGUF file of a real model's size: the shapes of Qwen3-30B-A3B as Q4_K_M, 17 GB.
 
     python -m bench.real_size FILE.gguf
+    python -m bench.real_size FILE.gguf --family qwen35moe   # those of Qwen3.5-35B-A3B, 20 GB
 
 Everything but the experts is made as `bench.qwen3_moe` makes it, for routers that repeat as trained
 ones do, and quantized by ggml (the extra bench-llama). Experts are random codes with scales that
@@ -16,10 +17,12 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from bench import qwen3_moe
+from bench import qwen3_5_moe, qwen3_moe
 from bench.byte_tokenizer import vocabulary
 from bench.ggml import quantized
 from moecache.units import format_bytes
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import add_metadata
 
 F32, Q4_K, Q6_K = 0, 12, 14
 # ggml's name for a mix whose most tensors are Q4_K ("medium").
@@ -31,17 +34,12 @@ POOL_BLOCKS = 300_000
 # Inside experts that stand for real ones while routers are balanced.
 NARROW = 16
 
-# transformers' names of a layer's weights, and GGUF's.
-NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
+# Sizes that are not said: layers, experts, elements inside one, heads, their width, tokens.
+SIZES = {
+    "qwen3moe": {"layers": 48, "experts": 128, "width": 768, "heads": 32, "head_dim": 128}
+    | {"vocabulary": 151936},
+    "qwen35moe": {"layers": 40, "experts": 256, "width": 512, "heads": 16, "head_dim": 256}
+    | {"vocabulary": 248320},
 }
 
 
@@ -53,17 +51,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("file", type=Path)
-    add("--layers", type=int, default=48)
-    add("--experts", type=int, default=128, help="per layer")
+    add("--family", choices=SIZES, default="qwen3moe")
+    add("--layers", type=int)
+    add("--experts", type=int, help="per layer")
     add("--top-k", type=int, default=8, help="experts per token")
     add("--hidden", type=int, default=2048, help="elements of a hidden state")
-    add("--width", type=int, default=768, help="elements inside an expert")
-    add("--heads", type=int, default=32)
-    add("--head-dim", type=int, default=128)
-    add("--vocabulary", type=int, default=151936, help="tokens; at least 258")
+    add("--width", type=int, help="elements inside an expert")
+    add("--heads", type=int)
+    add("--head-dim", type=int)
+    add("--vocabulary", type=int, help="tokens; at least 258")
     add("--overlap", type=float, default=0.4, help="share of the experts that repeat (0.4)")
     add("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
+    for name, usual in SIZES[arguments.family].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, usual)
     for size in (arguments.hidden, arguments.width, arguments.heads * arguments.head_dim):
         if size % SUPER_BLOCK:
             parser.error(f"Q4_K stores whole blocks of {SUPER_BLOCK} columns; {size} are not")
@@ -81,21 +83,26 @@ def write(arguments: argparse.Namespace) -> None:
     def normal(*shape: int, std: float = 1.0) -> Any:
         return torch.empty(shape, dtype=torch.bfloat16).normal_(std=std, generator=generator)
 
-    config = qwen3_moe.make_config(
-        arguments.layers,
-        arguments.experts,
-        arguments.top_k,
-        hidden=arguments.hidden,
-        width=NARROW,
-        vocabulary=arguments.vocabulary,
-        heads=arguments.heads,
-        head_dim=arguments.head_dim,
-    )
+    family: Any = qwen3_moe
+    if arguments.family == "qwen3moe":
+        config = qwen3_moe.make_config(
+            arguments.layers,
+            arguments.experts,
+            arguments.top_k,
+            hidden=arguments.hidden,
+            width=NARROW,
+            vocabulary=arguments.vocabulary,
+            heads=arguments.heads,
+            head_dim=arguments.head_dim,
+        )
+    else:
+        family, config = qwen3_5_moe, qwen3_5_moe.make_config(arguments, NARROW)
+    known = MODELS[arguments.family]
     common = torch.full((config.hidden_size,), config.hidden_size**-0.5)
     trunk = qwen3_moe.trunk_tensors(config, common, normal)
     tokens = torch.randint(config.vocab_size, (1, qwen3_moe.NUM_CALIBRATION_TOKENS))
     states = torch.nn.functional.embedding(tokens, trunk["model.embed_tokens.weight"])
-    writer = begin(arguments, config)
+    writer = begin(arguments, known.metadata(config))
     experts = Experts(arguments)
     named = {
         "token_embd.weight": (trunk["model.embed_tokens.weight"], Q4_K),
@@ -105,7 +112,7 @@ def write(arguments: argparse.Namespace) -> None:
     for name, (tensor, kind) in named.items():
         declare(writer, name, kind, tuple(tensor.shape))
     for index in range(arguments.layers):
-        for name, kind, shape in layer_shapes(arguments, index):
+        for name, kind, shape in layer_shapes(arguments, config, index):
             declare(writer, name, kind, shape)
     writer.open_output_file(arguments.file)
     writer.write_header_to_file()
@@ -114,41 +121,94 @@ def write(arguments: argparse.Namespace) -> None:
     for tensor, kind in named.values():
         writer.write_tensor_data(encoded(tensor, kind))
     for index in track(range(arguments.layers), "writing layers", transient=True):
-        layer = qwen3_moe.make_layer(config, index, common, normal)
-        states = qwen3_moe.balance(layer, states, config, common, arguments.overlap)
-        weights = {NAMES[name]: w for name, w in layer.named_parameters() if name in NAMES}
-        for name, kind, shape in layer_shapes(arguments, index):
+        layer = family.make_layer(config, index, common, normal)
+        states = qwen3_moe.balance(
+            layer,
+            states,
+            config,
+            common,
+            arguments.overlap,
+            attends=family.attend,
+            is_first=index == 0,
+        )
+        weights: dict[str, np.ndarray] = {}
+        for leaf, tensor in layer.state_dict().items():
+            if "mlp.experts." not in leaf:
+                values = tensor.float().numpy()
+                if known.shift and leaf.endswith("norm.weight") and "linear_attn." not in leaf:
+                    values = values + np.float32(1)
+                weights |= known.of_layer(leaf, values, config)
+        for name, kind, shape in layer_shapes(arguments, config, index):
             own = name.removeprefix(f"blk.{index}.")
-            data = encoded(weights[own], kind) if own in weights else experts.make(own, kind, shape)
+            if own in weights:
+                data = encoded(weights[own].reshape(shape), kind)
+            else:
+                data = experts.make(own, kind, shape)
             writer.write_tensor_data(data)
     writer.close()
 
 
 def layer_shapes(
-    arguments: argparse.Namespace, index: int
+    arguments: argparse.Namespace, config: Any, index: int
 ) -> list[tuple[str, int, tuple[int, ...]]]:
     """Return name, type and shape, the last dimension contiguous, of a layer's tensors."""
-    hidden, width, head_dim = arguments.hidden, arguments.width, arguments.head_dim
-    queries, keys = arguments.heads * head_dim, qwen3_moe.NUM_KV_HEADS * head_dim
-    num, eighth = arguments.experts, arguments.layers // 8
+    hidden, width, num = arguments.hidden, arguments.width, arguments.experts
+    eighth = arguments.layers // 8
     # llama.cpp's rule: the first and the last eighth of the layers, and every third between.
     is_wide = not eighth <= index < 7 * eighth or (index - eighth) % 3 == 2
     wide = Q6_K if is_wide else Q4_K
     shapes: dict[str, tuple[int, tuple[int, ...]]] = {
         "attn_norm.weight": (F32, (hidden,)),
-        "attn_q.weight": (Q4_K, (queries, hidden)),
-        "attn_k.weight": (Q4_K, (keys, hidden)),
-        "attn_v.weight": (wide, (keys, hidden)),
-        "attn_output.weight": (Q4_K, (hidden, queries)),
-        "attn_q_norm.weight": (F32, (head_dim,)),
-        "attn_k_norm.weight": (F32, (head_dim,)),
-        "ffn_norm.weight": (F32, (hidden,)),
+        **attention_shapes(arguments, config, index, wide),
         "ffn_gate_inp.weight": (F32, (num, hidden)),
         "ffn_gate_exps.weight": (Q4_K, (num, width, hidden)),
         "ffn_up_exps.weight": (Q4_K, (num, width, hidden)),
         "ffn_down_exps.weight": (wide, (num, hidden, width)),
     }
+    if arguments.family == "qwen35moe":
+        shapes |= {
+            "post_attention_norm.weight": (F32, (hidden,)),
+            "ffn_gate_inp_shexp.weight": (F32, (1, hidden)),
+            "ffn_gate_shexp.weight": (Q4_K, (width, hidden)),
+            "ffn_up_shexp.weight": (Q4_K, (width, hidden)),
+            "ffn_down_shexp.weight": (wide, (hidden, width)),
+        }
+    else:
+        shapes["ffn_norm.weight"] = F32, (hidden,)
     return [(f"blk.{index}.{name}", kind, shape) for name, (kind, shape) in shapes.items()]
+
+
+def attention_shapes(
+    arguments: argparse.Namespace, config: Any, index: int, wide: int
+) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return types and shapes of a layer's attention."""
+    hidden, head_dim = arguments.hidden, arguments.head_dim
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[index] == "linear_attention":
+        heads, kernel = config.linear_num_value_heads, config.linear_conv_kernel_dim
+        values = heads * config.linear_value_head_dim
+        channels = values + 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        return {
+            "attn_qkv.weight": (Q4_K, (channels, hidden)),
+            "attn_gate.weight": (Q4_K, (values, hidden)),
+            "ssm_alpha.weight": (F32, (heads, hidden)),
+            "ssm_beta.weight": (F32, (heads, hidden)),
+            "ssm_conv1d.weight": (F32, (channels, kernel)),
+            "ssm_a": (F32, (heads,)),
+            "ssm_dt.bias": (F32, (heads,)),
+            "ssm_norm.weight": (F32, (config.linear_value_head_dim,)),
+            "ssm_out.weight": (Q4_K, (hidden, values)),
+        }
+    outs, keys = arguments.heads * head_dim, config.num_key_value_heads * head_dim
+    queries = outs * (1 + (kinds is not None))
+    return {
+        "attn_q.weight": (Q4_K, (queries, hidden)),
+        "attn_k.weight": (Q4_K, (keys, hidden)),
+        "attn_v.weight": (wide, (keys, hidden)),
+        "attn_output.weight": (Q4_K, (hidden, outs)),
+        "attn_q_norm.weight": (F32, (head_dim,)),
+        "attn_k_norm.weight": (F32, (head_dim,)),
+    }
 
 
 class Experts:
@@ -199,31 +259,27 @@ class Experts:
 
 def encoded(tensor: Any, kind: int) -> np.ndarray:
     """Return a tensor's values in a type of ggml."""
-    values: np.ndarray = tensor.detach().float().numpy()
+    is_array = isinstance(tensor, np.ndarray)
+    values: np.ndarray = tensor if is_array else tensor.detach().float().numpy()
+    values = np.ascontiguousarray(values, np.float32)
     return values if kind == F32 else quantized(values, kind)
 
 
-def begin(arguments: argparse.Namespace, config: Any) -> Any:
+def begin(arguments: argparse.Namespace, metadata: dict[str, Any]) -> Any:
     """Return a writer that has the metadata: those that llama.cpp's converter gives."""
     import gguf
 
-    writer = gguf.GGUFWriter(None, "qwen3moe")
+    family = arguments.family
+    metadata |= {
+        f"{family}.expert_feed_forward_length": arguments.width,
+        f"{family}.feed_forward_length": 8 * arguments.width,
+        f"{family}.context_length": 32768,
+    }
+    writer = gguf.GGUFWriter(None, family)
     writer.add_name("bench.real_size")
     writer.add_file_type(Q4_K_M)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_block_count(arguments.layers)
-    writer.add_context_length(32768)
-    writer.add_embedding_length(arguments.hidden)
-    writer.add_feed_forward_length(8 * arguments.width)
-    writer.add_head_count(arguments.heads)
-    writer.add_head_count_kv(qwen3_moe.NUM_KV_HEADS)
-    writer.add_key_length(arguments.head_dim)
-    writer.add_value_length(arguments.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(arguments.experts)
-    writer.add_expert_used_count(arguments.top_k)
-    writer.add_expert_feed_forward_length(arguments.width)
+    add_metadata(writer, {k: v for k, v in metadata.items() if not k.startswith("tokenizer.")})
     tokens, merges = vocabulary(arguments.vocabulary)
     types = [gguf.TokenType.NORMAL] * len(tokens)
     types[:2] = [gguf.TokenType.CONTROL] * 2

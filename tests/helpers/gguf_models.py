@@ -134,7 +134,6 @@ class GgufModel:
     def tensors(self, model: Any) -> Tensors:
         """Return all tensors of the file."""
         found: Tensors = self.further(model.config) if self.further else {}
-        names = {**_LAYER, **self.names}
         tied = model.config.tie_word_embeddings
         for name, parameter in model.state_dict().items():
             values = parameter.float().numpy()
@@ -148,14 +147,20 @@ class GgufModel:
                     found[whole or f"{_TOP.get(stem) or self.names[stem]}.{kind}"] = values
                 continue
             number, leaf = name.partition(".layers.")[2].split(".", 1)
-            changed = self.change(leaf, values, model.config) if self.change else None
-            if changed is None:
-                changed = _experts(leaf, values)
-            if changed is None:
-                stem, _, kind = leaf.rpartition(".")
-                changed = {names[leaf] if leaf in names else f"{names[stem]}.{kind}": values}
+            changed = self.of_layer(leaf, values, model.config)
             found.update({f"blk.{number}.{leaf}": array for leaf, array in changed.items()})
         return found
+
+    def of_layer(self, leaf: str, values: np.ndarray, config: Any) -> Tensors:
+        """Return the tensors of a layer's parameter, by names without the layer's."""
+        changed = self.change(leaf, values, config) if self.change else None
+        if changed is None:
+            changed = _experts(leaf, values)
+        if changed is not None:
+            return changed
+        names = {**_LAYER, **self.names}
+        stem, _, kind = leaf.rpartition(".")
+        return {names[leaf] if leaf in names else f"{names[stem]}.{kind}": values}
 
     def publish(self, tensors: Tensors) -> Tensors:
         """Return a checkpoint's tensors as published ones have them, of those of transformers."""
@@ -174,16 +179,10 @@ class GgufModel:
 _TOKENS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 
 
-def write_gguf(
-    path: Path,
-    metadata: Mapping[str, Any],
-    tensors: Tensors,
-    types: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Write a GGUF file in the types that parts of tensors' names have, else in float32."""
+def add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
+    """Give a writer values by key, but for the architecture, which it has."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
         if key == "general.architecture" or key.startswith("GGUF."):
             continue
@@ -200,6 +199,19 @@ def write_gguf(
             writer.add_key_value(key, value, kinds.ARRAY, sub_type=kinds.UINT64)
         else:
             writer.add_array(key, value)
+
+
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Tensors,
+    types: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write a GGUF file in the types that parts of tensors' names have, else in float32."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    add_metadata(writer, metadata)
     for name, values in tensors.items():
         is_table = values.dtype == np.int32
         values = np.ascontiguousarray(values, None if is_table else np.float32)

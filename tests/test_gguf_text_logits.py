@@ -25,10 +25,11 @@ FAMILIES = [
     *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
     *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
     *("granitemoe shared", "granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe dense"),
+    "nemotron_h_moe latent",
     GEMMA,
 ]
 # transformers has a head of its own in these, whatever is said.
-UNTIED = ("nemotron_h_moe", "nemotron_h_moe dense")
+UNTIED = ("nemotron_h_moe", "nemotron_h_moe dense", "nemotron_h_moe latent")
 # With a length of training, so that pairs are kept, changed in part and changed.
 YARN = {
     "rope_type": "yarn",
@@ -200,7 +201,7 @@ def test_quantized_weights_are_those_of_the_file(
     "name",
     [
         *("gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe", GEMMA),
-        *("granitehybrid", "lfm2moe", "nemotron_h_moe"),
+        *("granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe latent"),
     ],
 )
 def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:

@@ -97,7 +97,11 @@ def test_what_a_family_has_is_there_and_nothing_else(
         ("nemotron_h_moe", {"blk.0.ssm_d": None}, "no tensor blk.0.ssm_d"),
         ("nemotron_h_moe", {"blk.0.ssm_norm.weight": np.ones(64, np.float32)}, "ssm_norm.weight"),
         ("nemotron_h_moe", {"blk.1.ffn_up_shexp.weight": None}, "no tensor blk.1.ffn_up_shexp"),
-        ("nemotron_h_moe latent", {}, "ffn_latent"),
+        (
+            "nemotron_h_moe latent",
+            {"blk.1.ffn_latent_up.weight": None},
+            "no tensor blk.1.ffn_latent_up",
+        ),
         ("granitehybrid", {"blk.0.ssm_dt.bias": None}, "no tensor blk.0.ssm_dt.bias"),
         ("lfm2moe", {"blk.0.shortconv.conv.weight": None}, "no tensor blk.0.shortconv.conv"),
         ("lfm2moe", {"blk.2.shortconv.in_proj.weight": np.zeros((64, 32), np.float32)}, "in_proj"),

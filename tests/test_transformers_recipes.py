@@ -87,6 +87,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"], "n_groups": 1},
     ),
+    "latents of experts": ("nemotron_h", {"moe_latent_size": 16}),
     "no shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
     "long rope": ("phimoe", {"rope_parameters": _LONG_ROPE, "head_dim": 8}),
     "part of the head": (

@@ -98,12 +98,17 @@ cdef struct Layer:
     bint scales_input
     mc_experts experts
     bint has_experts
+    # What their input is made of, and their sum made into.
+    Linear latent_down
+    Linear latent_up
     int number
 
 
 cdef class Bound:
     cdef Layer *layers
     cdef int64_t num_layers, hidden_size, top_k
+    # Numbers of an expert's input.
+    cdef int64_t expert_size
     # Angles of a position, of all layers.
     cdef int64_t num_angles
     cdef Norm norm

@@ -72,6 +72,13 @@ cdef class Bound:
         if self.layers == NULL:
             raise MemoryError("no memory for layers")
         self.top_k = max([layer.router.top_k for layer in recipe.layers if layer.router] or [1])
+        sizes = {
+            layer.latents[0].matrix.rows if layer.latents else recipe.hidden_size
+            for layer in recipe.layers if layer.router
+        }
+        if len(sizes) > 1:
+            raise ConfigError(f"experts' inputs of {sorted(sizes)} numbers are of one width or none")
+        self.expert_size = sizes.pop() if sizes else recipe.hidden_size
         for i in range(self.num_layers):
             self._bind(&self.layers[i], recipe.layers[i])
         self._bind_norm(&self.norm, recipe.norm, self.hidden_size)
@@ -159,6 +166,11 @@ cdef class Bound:
         if router is None:
             return 0
         self._bind_linear(&layer.router, router.linear, hidden)
+        if given.latents is not None:
+            self._bind_linear(&layer.latent_down, given.latents[0], hidden)
+            self._bind_linear(&layer.latent_up, given.latents[1], self.expert_size, hidden)
+            if router.scales_input or given.beside is not None:
+                raise ConfigError("experts of latents have neither scaled inputs nor own norms")
         experts = given.experts
         self.owners.append(experts)
         layer.experts = experts.experts
@@ -176,8 +188,8 @@ cdef class Bound:
             or layer.choice.num_experts != self.cache.num_experts
             or not 0 <= layer.number < self.cache.num_layers
             or router.top_k != self.top_k
-            or experts.experts.down.first.rows != hidden
-            or experts.experts.up[0].first.columns != hidden
+            or experts.experts.down.first.rows != self.expert_size
+            or experts.experts.up[0].first.columns != self.expert_size
             or not 1 <= router.num_kept_groups <= router.num_groups <= 64
             or layer.choice.num_experts % router.num_groups
             or (router.num_kept_groups < router.num_groups

@@ -75,7 +75,7 @@ cdef class Program:
     """Computes a decoder's logits for a few tokens, as a recipe says.
 
     A call begins with `begin` or `begin_together`; while `run` returns a layer, its experts are to
-    be computed from `normed` into `rows` by the caller, as some of them are not resident. What is
+    be computed from `given` into `rows` by the caller, as some of them are not resident. What is
     read stays as it is until the next call. Not for two threads at once.
 
     Hidden states, norms, sums and logits are float32; a row's bits depend neither on the other rows
@@ -93,10 +93,12 @@ cdef class Program:
     hidden : ndarray of float32, shape [max_rows, hidden_size]
         Embeddings of the tokens, not scaled; to be filled in before a call begins.
     normed : ndarray of float32, shape [max_rows, hidden_size]
-        Input of the experts that are asked for.
+        Input of the feed-forward, and of its router.
+    given : ndarray of float32, shape [max_rows, expert_size]
+        Input of the experts that are asked for: `normed`, unless it is latents.
     ids : ndarray of int32, shape [max_rows, top_k]
         The router's choice.
-    rows : ndarray of float32, shape [max_rows * top_k, hidden_size]
+    rows : ndarray of float32, shape [max_rows * top_k, expert_size]
         Results of each (token, choice) pair, before their sum.
     num_resident : int
         Layers of this call whose experts were all resident.
@@ -111,11 +113,11 @@ cdef class Program:
     cdef Bound bound
     # Its layers, and what all of them share.
     cdef Layer *layers
-    cdef int64_t num_layers, hidden_size, top_k
+    cdef int64_t num_layers, hidden_size, expert_size, top_k
     cdef int64_t max_rows
     cdef ExpertCache cache
     cdef object recipe
-    cdef readonly cnp.ndarray hidden, normed, ids, rows
+    cdef readonly cnp.ndarray hidden, normed, given, ids, rows
     cdef readonly int64_t num_resident
     # Of each layer since they were taken: experts of whole steps, those of single tokens, and the
     # time that the latter took.
@@ -151,7 +153,7 @@ cdef class Program:
     cdef const uint8_t **inputs
     cdef const uint8_t **hidden_inputs
     # Where each row of a product is.
-    cdef const uint8_t **given
+    cdef const uint8_t **taken
     # The call.
     cdef int64_t at, num_rows, each, longest
     # The row behind each sequence's last one, and how many the shortest of them has.
@@ -179,10 +181,11 @@ cdef class Program:
         self.recipe, self.cache, self.bound = recipe, cache, Bound(recipe, cache)
         self.layers, self.num_layers = self.bound.layers, self.bound.num_layers
         self.hidden_size, self.top_k = self.bound.hidden_size, self.bound.top_k
+        self.expert_size = self.bound.expert_size
         self.scores, self.held, self.types, self.stretches = NULL, NULL, NULL, NULL
         self.num_products, self.num_single, self.busy_ns = NULL, NULL, NULL
         self.slots, self.some, self.offsets, self.pairs, self.places = NULL, NULL, NULL, NULL, NULL
-        self.inputs, self.hidden_inputs, self.given = NULL, NULL, NULL
+        self.inputs, self.hidden_inputs, self.taken = NULL, NULL, NULL
         self.held = <mc_held *>calloc(max(1, self.num_layers) * max_rows, sizeof(mc_held))
         self.types = <int *>calloc(max(1, self.num_layers), sizeof(int))
         self.stretches = <mc_stretch *>calloc(
@@ -211,7 +214,7 @@ cdef class Program:
         free(self.places)
         free(self.inputs)
         free(self.hidden_inputs)
-        free(self.given)
+        free(self.taken)
 
     cdef int64_t _room(self, Linear *linear) noexcept:
         # Bytes of an input in whatever type a level multiplies it.
@@ -224,7 +227,8 @@ cdef class Program:
 
     cdef int _reserve(self) except -1:
         """Allocate what all rows need."""
-        cdef int64_t i, sizes[13], total = 0, most = 0, expert_row = 0
+        cdef int64_t i, total = 0, most = 0, expert_row = 0
+        cdef int64_t sizes[13]
         cdef int64_t num = self.max_rows * self.top_k
         cdef int part
         cdef float *base
@@ -251,6 +255,7 @@ cdef class Program:
             most = max(most, self._room(&layer.query), self._room(&layer.out))
             most = max(most, self._room(&layer.up), self._room(&layer.down))
             most = max(most, self._room(&layer.router))
+            most = max(most, self._room(&layer.latent_down), self._room(&layer.latent_up))
             if layer.is_gated:
                 sizes[11] = max(sizes[11], layer.out.matrix.columns)
             if layer.is_linear and not layer.is_scan and not layer.is_short:
@@ -277,7 +282,7 @@ cdef class Program:
         # Activations come in multiples of 16.
         sizes[4] = (sizes[4] + 15) & ~15
         sizes[5] = sizes[4]
-        sizes[6] = self.hidden_size
+        sizes[6] = max(self.hidden_size, self.expert_size)
         sizes[8] = sizes[7]
         sizes[9] = self.top_k
         for i in range(13):
@@ -288,8 +293,11 @@ cdef class Program:
         self._reserve_pairs(num)
         shape = self.max_rows, self.hidden_size
         self.hidden, self.normed = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.given = self.normed
+        if any([one.latents for one in self.recipe.layers]):
+            self.given = np.zeros((self.max_rows, self.expert_size), np.float32)
         self.ids = np.zeros((self.max_rows, self.top_k), np.int32)
-        self.rows = np.zeros((num, self.hidden_size), np.float32)
+        self.rows = np.zeros((num, self.expert_size), np.float32)
         self._work = np.zeros(
             total * 4 + 2 * self.max_rows * self.converted_bytes + num * expert_row + 64, np.uint8
         )
@@ -310,11 +318,11 @@ cdef class Program:
         self.places = <int64_t *>malloc(<size_t>experts * sizeof(int64_t))
         self.inputs = <const uint8_t **>malloc(<size_t>(2 * num) * sizeof(uint8_t *))
         self.hidden_inputs = <const uint8_t **>malloc(<size_t>num * sizeof(uint8_t *))
-        self.given = <const uint8_t **>malloc(<size_t>self.max_rows * sizeof(uint8_t *))
+        self.taken = <const uint8_t **>malloc(<size_t>self.max_rows * sizeof(uint8_t *))
         if (
             self.slots == NULL or self.some == NULL or self.offsets == NULL or self.pairs == NULL
             or self.places == NULL or self.inputs == NULL or self.hidden_inputs == NULL
-            or self.given == NULL
+            or self.taken == NULL
         ):
             raise MemoryError(f"no memory for {num} experts of {self.max_rows} rows")
         return 0
@@ -576,7 +584,7 @@ cdef class Program:
         Returns
         -------
         int
-            Number of the runtime's layer: compute the experts of `ids`, from `normed` into `rows`,
+            Number of the runtime's layer: compute the experts of `ids`, from `given` into `rows`,
             then call `resume`. -1 at the end: `logits` returns the result.
         """
         cdef Layer *layer
@@ -743,8 +751,8 @@ cdef class Program:
         product.num_inputs = num
         product.input_type = mc_input_type(product.level, MC_X_F32, &linear.matrix)
         if before == NULL or not mc_are_alike(&before.matrix, &linear.matrix):
-            self._take(&linear.matrix, product.input_type, given, step, num, self.given)
-        product.inputs = self.given
+            self._take(&linear.matrix, product.input_type, given, step, num, self.taken)
+        product.inputs = self.taken
         run_product(&product)
 
     cdef void _take(
@@ -1108,6 +1116,11 @@ cdef class Program:
         if layer.is_beside:
             for i in range(num):
                 _norm(&layer.experts_norm, x + i * hidden, normed + i * hidden)
+        if layer.latent_down.is_there:
+            self._multiply(
+                &layer.latent_down, normed, hidden, num,
+                <float *>cnp.PyArray_DATA(self.given), self.expert_size
+            )
         if layer.scales_input:
             # First, as it takes the input without the score.
             self._add_shared(layer)
@@ -1198,7 +1211,7 @@ cdef class Program:
         e.slots, e.offsets, e.pairs = slots, self.offsets, pairs
         e.num_experts = num_experts
         e.out.data = <uint8_t *>cnp.PyArray_DATA(self.rows)
-        e.out.row_bytes = self.hidden_size * 4
+        e.out.row_bytes = self.expert_size * 4
         e.out.type = MC_X_F32
         e.hidden_type = mc_input_type(e.level, MC_X_F32, &e.down.first)
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
@@ -1210,11 +1223,11 @@ cdef class Program:
                 break
             self._take(
                 &e.up[part].first, e.input_types[part],
-                <const float *>cnp.PyArray_DATA(self.normed), self.hidden_size, self.num_rows,
-                self.given, part
+                <const float *>cnp.PyArray_DATA(self.given), self.expert_size, self.num_rows,
+                self.taken, part
             )
             for i in range(num):
-                self.inputs[part * num + i] = self.given[pairs[i] // self.top_k]
+                self.inputs[part * num + i] = self.taken[pairs[i] // self.top_k]
         filled = mc_input_row_bytes(e.hidden.type, mc_input_columns(&e.down.first))
         filled = max(filled, mc_input_row_bytes(e.hidden_type, mc_input_columns(&e.down.first)))
         e.hidden.row_bytes = (filled + 63) & ~63
@@ -1289,12 +1302,22 @@ cdef class Program:
         cdef mc_sum job
         if layer.has_experts:
             job.rows = <const float *>cnp.PyArray_DATA(self.rows)
-            job.num_tokens, job.top_k, job.columns = num, self.top_k, hidden
+            job.num_tokens, job.top_k, job.columns = num, self.top_k, self.expert_size
             job.weights.data, job.weights.type = <uint8_t *>self.weights, MC_X_F32
             job.weights.row_bytes = self.top_k * 4
             job.out.data, job.out.type = <uint8_t *>self.added, MC_X_F32
-            job.out.row_bytes = hidden * 4
+            job.out.row_bytes = self.expert_size * 4
             run_sum(&job)
+            if layer.latent_up.is_there:
+                # What they were given is not looked at again.
+                memcpy(
+                    cnp.PyArray_DATA(self.given), self.added,
+                    <size_t>(num * self.expert_size) * sizeof(float)
+                )
+                self._multiply(
+                    &layer.latent_up, <const float *>cnp.PyArray_DATA(self.given),
+                    self.expert_size, num, self.added, hidden
+                )
             if layer.is_beside:
                 self._norms(&layer.experts_out, self.added, num, hidden)
                 mc_add(self.added, self.beside, num * hidden, 1.0)

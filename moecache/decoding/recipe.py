@@ -379,6 +379,9 @@ class Layer:
         Kernel of the layer's slots.
     number : int, default -1
         The layer's number in the runtime; -1 if it has no experts.
+    latents : (Linear, Linear), optional
+        What makes the experts' input of the feed-forward's, and their sum of that of what they
+        give: NVIDIA, Nemotron 3, 2025. All layers' experts have inputs of one width.
     scale : float, default 1
     attention_out, forward_out : Norm, optional
         Of what is added to x.
@@ -395,6 +398,7 @@ class Layer:
     router: Router | None = None
     experts: Experts | None = None
     number: int = -1
+    latents: tuple[Linear, Linear] | None = None
     scale: float = 1.0
     attention_out: Norm | None = None
     forward_out: Norm | None = None

@@ -183,6 +183,11 @@ class Facts:
         return int(self._first("moe_intermediate_size", "intermediate_size"))
 
     @property
+    def expert_size(self) -> int:
+        """Numbers of an expert's input."""
+        return int(self.settings.get("moe_latent_size") or self.hidden_size)
+
+    @property
     def dense_width(self) -> int:
         """Rows of the gate of a layer without experts."""
         found: int = self.settings["intermediate_size"]

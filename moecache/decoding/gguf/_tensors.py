@@ -107,7 +107,7 @@ def _check_experts(store: GgufStore, facts: Facts) -> None:
             of = wanted[name]
             if of is not None and role.shape != roles[of].shape[:1]:
                 raise NoTextModelError(f"{at}'s {name} is {list(role.shape)}")
-        width, hidden = facts.expert_width, facts.hidden_size
+        width, hidden = facts.expert_width, facts.expert_size
         rows = width * (1 + facts.known.has_gates)
         for name, shape in {wide: (rows, hidden), "down": (hidden, width)}.items():
             if roles[name].shape != shape:
@@ -198,6 +198,9 @@ def _experts(facts: Facts, at: str, found: Shapes) -> Wanted:
     if facts.family.is_beside:
         yield f"{at}.ffn_gate_inp.scale", (hidden,)
         yield f"{at}.ffn_down_exps.scale", (count,)
+    if facts.settings.get("moe_latent_size"):
+        yield f"{at}.ffn_latent_down.weight", (facts.expert_size, hidden)
+        yield f"{at}.ffn_latent_up.weight", (hidden, facts.expert_size)
     correction = correction_of(found, at)
     if facts.family.correction is not None and correction is not None:
         yield correction, (count,)

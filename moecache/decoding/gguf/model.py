@@ -370,8 +370,8 @@ class TextModel:
         if num == 1:
             steps.compute_token(number, program.ids[:1], program.compute, names)
             return
-        width = program.hidden.shape[1]
-        given = kernel.inputs_at(program.normed.ctypes.data, "f32", num, 4 * width)
+        width = program.given.shape[1]
+        given = kernel.inputs_at(program.given.ctypes.data, "f32", num, 4 * width)
         into = program.rows.ctypes.data, "f32", 4 * width
         ids = program.ids[:num]
         waves = steps.waves(number, ids, sequences=names)

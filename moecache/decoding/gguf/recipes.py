@@ -207,7 +207,7 @@ class FileModel:
         self, trunk: Trunk, block: int, kernel_of: Callable[[int], tuple[int, SlotKernel]]
     ) -> Layer:
         at, facts = f"blk.{block}", self.facts
-        router, experts, number, forward = None, None, -1, None
+        router, experts, number, forward, latents = None, None, -1, None, None
         has_attention, has_forward = True, facts.has_forward(block)
         before = behind = self._norm(trunk, f"{at}.attn_norm.weight")
         if facts.family.is_single:
@@ -219,6 +219,9 @@ class FileModel:
         elif has_forward:
             number, kernel = kernel_of(block)
             experts, router = kernel.experts, self._router(trunk, at)
+            if facts.settings.get("moe_latent_size"):
+                down, up = (trunk.linear(f"{at}.ffn_latent_{one}") for one in ("down", "up"))
+                latents = down, up
             if facts.family.is_beside:
                 forward = self._feed_forward(trunk, at, "")
             elif facts.shared_width:
@@ -231,6 +234,7 @@ class FileModel:
             router,
             experts,
             number,
+            latents,
             float(self.settings.get("residual_multiplier", 1.0)),
             **(self._beside(trunk, at) if facts.family.is_beside else {}),
         )

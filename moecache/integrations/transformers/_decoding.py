@@ -389,7 +389,7 @@ class Decoder:
             self._compute_token(number, program, kernel)
             layer.num_products += program.ids.shape[1]
             return
-        hidden = torch.from_numpy(program.normed[:num_rows])
+        hidden = torch.from_numpy(program.given[:num_rows])
         ids = torch.from_numpy(program.ids[:num_rows])
         self._note(number, program)
         rows, num_experts = fast_rows(

@@ -234,8 +234,11 @@ class _Reader:
         number, computing, num_hooks = kernel
         weights.uses(block)
         weights.uses(block.experts)
+        latents = None
         if not isinstance(getattr(block, "fc1_latent_proj", None), nn.Identity | None):
-            raise UnknownFamilyError("its experts are given latents")
+            names = ("fc1_latent_proj", "fc2_latent_proj")
+            down, up = (weights.linear(block, name) for name in names)
+            latents = down, up
         shared, holder = None, layer if family.is_shared_beside else block
         if family.shared is not None and getattr(holder, family.shared) is not None:
             shared = weights.feed_forward(getattr(holder, family.shared))
@@ -247,6 +250,7 @@ class _Reader:
             router=self._router(block, num_hooks),
             experts=computing.experts,
             number=number,
+            latents=latents,
         )
 
     def _beside(self, index: int, layer: Any) -> Layer:

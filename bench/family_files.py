@@ -25,6 +25,8 @@ import numpy as np
 
 from bench.against_llama_cpp import LLAMA, Contestant, llama, ours, ours_of_file
 from bench.runs import begin, write_figures
+from moecache.profiles.bandwidth import measure_bandwidth
+from moecache.stores import open_store
 
 NUM_TOKENS, CONTEXT = 64, 8192
 QUANTIZED = {
@@ -156,6 +158,21 @@ def write_family(path: Path, name: str, layers: int, hidden: int) -> None:
     write_gguf(path, metadata | said, tensors, PLAIN | QUANTIZED)
 
 
+def token_bytes(path: Path) -> int:
+    """Return the bytes of weights that a token is multiplied by."""
+    import gguf
+
+    with open_store(path) as store:
+        layout = store.layout
+        layers = range(len(layout.layer_names))
+        experts = layout.top_k * sum(layout.expert_bytes(layer) for layer in layers)
+    sizes = {one.name: int(one.n_bytes) for one in gguf.GGUFReader(path).tensors}
+    # A token's own row is one of many, unless all of them are the head, too.
+    if "output.weight" in sizes:
+        del sizes["token_embd.weight"]
+    return experts + sum(size for name, size in sizes.items() if "_exps." not in name)
+
+
 @contextmanager
 def _named(opening: Any, name: str) -> Iterator[Contestant]:
     with opening as one:
@@ -178,10 +195,13 @@ def measure(path: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         name: {"prompt_s": [], "token_ms": [], "cpu_ms": []} for name in ways
     }
     chosen: dict[str, list[int]] = {}
+    weights, bounds = token_bytes(path), []
     # One at a time in memory; a round of each, in another order.
     for number in range(arguments.rounds):
         order = list(ways)
         random.Random(number).shuffle(order)
+        if (speed := measure_bandwidth()) is not None:
+            bounds.append(1e3 * weights / speed)
         for name in order:
             with _named(ways[name](), name) as one:
                 one.prompt(prompt[:64])
@@ -198,9 +218,11 @@ def measure(path: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 found[name]["token_ms"].append(1e3 * statistics.median(took))
                 found[name]["cpu_ms"].append(1e3 * (time.process_time() - cpu) / len(new))
     first = next(iter(ways))
+    bound = statistics.median(bounds) if bounds else None
     return [
         {
             "name": name,
+            "bound_ms": bound,
             **{key: statistics.median(values) for key, values in one.items()},
             **{
                 f"{key}_of_{first}": statistics.median(
@@ -234,7 +256,9 @@ def main(argv: list[str] | None = None) -> int:
         if not path.exists():
             write_family(path, name, arguments.layers, arguments.hidden)
         figures[name] = measure(path, arguments)
-        print(f"{name}, a prompt of {arguments.prompt} tokens")
+        print(f"{name}, a prompt of {arguments.prompt} tokens", end="")
+        bound = figures[name][0]["bound_ms"]
+        print("" if bound is None else f"; a token's weights are read in {bound:.2f} ms")
         first = figures[name][0]["name"]
         for one in figures[name]:
             print(

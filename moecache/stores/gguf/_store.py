@@ -29,6 +29,12 @@ _CONFIG = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
+    # Of states: those of the delta rule are as large as a state space's of one head.
+    "ssm_state_size": "ssm.state_size",
+    "mamba_head_dim": "ssm.inner_size",
+    "n_groups": "ssm.group_count",
+    "conv_kernel": "ssm.conv_kernel",
+    "conv_L_cache": "shortconv.l_cache",
 }
 
 # Tensors of layers that hold states instead.
@@ -193,7 +199,7 @@ class GgufStore(CheckpointStore):
     def _kinds(self) -> dict[str, Any]:
         """Return the kinds of layers, and the most heads of keys, if some layers have none."""
         heads = self.metadata.get(f"{self.architecture}.attention.head_count_kv")
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"mamba_num_heads": 1}
         if isinstance(heads, list) and heads and all(type(number) is int for number in heads):
             found["num_key_value_heads"] = max(heads)
         layers = range(min(self._number("block_count"), _MOST_LAYERS))

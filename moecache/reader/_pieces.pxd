@@ -1,51 +1,11 @@
-from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.stdint cimport uint64_t
 
-from moecache.kernels._kernels cimport Tiling
-
-cdef extern from "<sys/uio.h>" nogil:
-    cdef struct iovec:
-        void *iov_base
-        size_t iov_len
+from moecache.reader._files cimport File, iovec
+from moecache.reader._requests cimport Range
 
 cdef enum:
     # Room for the bytes between those that are wanted.
     SINK = 64 * 1024
-
-cdef struct File:
-    int cached  # a descriptor that reads through the page cache
-    int direct  # one that reads around it, or -1
-    size_t alignment  # of direct reads; 1 without
-
-cdef struct Fill:
-    # Matrices that are brought into compute form once all bytes of their expert are there.
-    const Tiling *tiling
-    const uint8_t *raw
-    uint8_t *form
-    int64_t num
-
-cdef struct Request:
-    # An expert of a caller: done when all its ranges are, and its fills.
-    Request *next
-    int64_t token
-    int64_t num_missing
-    int num_fills
-    Fill *fills
-    # The next matrix to be filled by whoever comes, and how many are not done.
-    int next_fill
-    int64_t next_matrix
-    int64_t num_to_fill
-    bint is_wrong
-    int error
-    int file
-    uint64_t offset
-
-cdef struct Range:
-    # Bytes of a file and where they are wanted.
-    int file
-    uint64_t offset
-    size_t nbytes
-    char *target
-    Request *load
 
 cdef struct Copy:
     char *target

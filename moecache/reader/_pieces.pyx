@@ -4,6 +4,9 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, qsort
 from libc.string cimport memcpy
 
+from moecache.reader._files cimport File, iovec
+from moecache.reader._requests cimport Range
+
 cdef enum:
     # Most bytes between two ranges that are read along, rather than made a second request.
     GAP = 8 * 1024

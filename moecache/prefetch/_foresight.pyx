@@ -130,9 +130,7 @@ cdef class Foresight:
             key = layer * self.cache.num_experts + expert
             self.guesses[base + count] = <int32_t>expert
             self.classes[base + count] = <uint8_t>number
-            self.absent[base + count] = (
-                self.cache.table[key] < 0 and self.cache.in_flight[key] < 0
-            )
+            self.absent[base + count] = not self.cache.is_resident_or_coming(<int>key)
             if self.absent[base + count]:
                 chance = self.likelihood(number, scored)
                 if chance >= min_likelihood and chance > LIKELY:

@@ -9,7 +9,7 @@ cdef extern from "_files.h" nogil:
 
 
 cdef int open_files(Files *files, descriptors, bint direct) except -1:
-    """Note descriptors, which stay the caller's; `files.each` is freed after `close_files`."""
+    """Take descriptors, which stay the caller's; free `files.each` after `close_files`."""
     cdef int i
     files.num, files.alignment = len(descriptors), 1
     files.each = <File *>calloc(files.num + 1, sizeof(File))

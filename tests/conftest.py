@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[1]
 
 # A shell's background job ignores SIGINT, and so would every child that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Models of torch and transformers are many objects that live: after every 700 new ones, looking for
+# cycles took a twelfth of these tests. Those that are about memory collect themselves.
+gc.set_threshold(10_000, 20, 20)
 
 
 # Files whose tests look at what the machine has one of, or take much of it: the page cache, free

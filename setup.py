@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FLAGS = {
     "release": ["-O3", "-g0"],
@@ -53,11 +54,14 @@ extensions = [
 examples = Path("examples")
 model = [path.as_posix() for path in sorted((examples / "tiny_moe").glob("*")) if path.is_file()]
 
-# Workers that cythonize starts may import this file.
-if __name__ == "__main__":
-    setup(
-        ext_modules=cythonize(
-            extensions,
+
+class BuildExtensions(build_ext):
+    """Makes the C where it is compiled: metadata and a source distribution have no use for it."""
+
+    def run(self) -> None:
+        """Have each extension made of C."""
+        made = cythonize(
+            self.extensions,
             build_dir=f"build/cython-{build}",
             nthreads=num_cores,
             compiler_directives={
@@ -71,7 +75,19 @@ if __name__ == "__main__":
                 "autotestdict": False,
                 "auto_pickle": False,
             },
-        ),
+        )
+        by_name = {extension.name: extension for extension in made}
+        for extension in self.extensions:
+            extension.sources = by_name[extension.name].sources
+            extension.depends = by_name[extension.name].depends
+        super().run()
+
+
+# Workers that cythonize starts may import this file.
+if __name__ == "__main__":
+    setup(
+        ext_modules=extensions,
+        cmdclass={"build_ext": BuildExtensions},
         options={"build_ext": {"parallel": num_cores}},
         data_files=[
             ("share/moecache", [(examples / "numpy_loop.py").as_posix()]),

@@ -101,7 +101,7 @@ CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_echo_oracle.py \
 	tests/test_interrupts.py tests/test_kernels*.py tests/test_decoding*.py))
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache.cache._cache as c; assert 'build/$@' in c.__file__, c"
-RUN_CORE_TESTS = $(BIN)/python -m pytest -q -o pythonpath="build/$@ ." $(CORE_TESTS)
+RUN_CORE_TESTS = $(BIN)/python -m pytest -q -n 2 -o pythonpath="build/$@ ." $(CORE_TESTS)
 
 debug: $(call stamp,dev) ## the compiled core unoptimised, with C assertions and symbols
 	MOECACHE_BUILD=debug $(BIN)/python setup.py -q build --build-base build/$@-objects --build-lib build/$@

@@ -39,8 +39,14 @@ MACHINE = (
     *("test_memory_limit", "test_opening_prefault", "test_prefault", "test_reading_interrupts"),
     *("test_sweep", "test_telemetry_memory"),
 )
-# Files whose tests take many seconds and little of a processor: they wait for other processes.
-WAITING = ("test_ranks", "test_cli_ranks")
+# Files whose tests take many seconds and little of a processor, as they wait for other processes:
+# the budgets of the files among which they begin, so that they begin early, and one by one.
+WAITING = {
+    "test_ranks_faults": 11,
+    "test_cli_ranks": 9.5,
+    "test_ranks": 8,
+    "test_ranks_heartbeat": 6,
+}
 
 try:
     from hypothesis import HealthCheck, settings
@@ -101,7 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> tuple[bool, float]:
     file = item.nodeid.split("::", maxsplit=1)[0]
-    return not item.path.name.startswith((*MACHINE, *WAITING)), -BUDGETS.get(file, DEFAULT)
+    budget = WAITING.get(item.path.stem, BUDGETS.get(file, DEFAULT))
+    return not item.path.name.startswith(MACHINE), -budget
 
 
 @pytest.hookimpl(optionalhook=True)

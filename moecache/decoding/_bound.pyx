@@ -77,7 +77,9 @@ cdef class Bound:
             for layer in recipe.layers if layer.router
         }
         if len(sizes) > 1:
-            raise ConfigError(f"experts' inputs of {sorted(sizes)} numbers are of one width or none")
+            raise ConfigError(
+                f"experts' inputs of {sorted(sizes)} numbers are of one width or none"
+            )
         self.expert_size = sizes.pop() if sizes else recipe.hidden_size
         for i in range(self.num_layers):
             self._bind(&self.layers[i], recipe.layers[i])

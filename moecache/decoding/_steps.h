@@ -111,6 +111,22 @@ static inline void mc_add(float *to, const float *from, int64_t num, float scale
         to[i] += from[i] * scale;
 }
 
+static inline void mc_scale(float *values, int64_t num, float factor)
+{
+    for (int64_t i = 0; i < num; i++)
+        values[i] *= factor;
+}
+
+/* NaN stays. */
+static inline void mc_clip(float *values, int64_t num, float bound)
+{
+    for (int64_t i = 0; i < num; i++)
+        if (values[i] > bound)
+            values[i] = bound;
+        else if (values[i] < -bound)
+            values[i] = -bound;
+}
+
 /* What a row sees of its sequence, [kv_heads, positions, width]. */
 typedef struct {
     uint8_t *keys, *values; /* of its first head */

@@ -77,6 +77,8 @@ cdef extern from "_steps.h" nogil:
     void mc_turn(float *head, const float *cos, const float *sin, int64_t width, int pairs)
     void mc_store(const float *given, int64_t num, int type, uint8_t *to)
     void mc_add(float *to, const float *given, int64_t num, float scale)
+    void mc_scale(float *values, int64_t num, float factor)
+    void mc_clip(float *values, int64_t num, float bound)
     void mc_attend_item(void *job, int64_t item)
     void mc_latent_item(void *job, int64_t item)
     void mc_top(const float *scores, int64_t num_scores, int64_t num, int32_t *out)

@@ -1,0 +1,150 @@
+"""Linear attention, state spaces and convolutions: rows over the states that a cache holds."""
+
+from libc.stdint cimport int64_t
+from libc.string cimport memcpy, memmove, memset
+
+from moecache.decoding._bound cimport Layer, Norm
+from moecache.decoding._context cimport Context
+from moecache.decoding._linear cimport (
+    mc_convolve_item,
+    mc_convolve_items,
+    mc_delta_item,
+    mc_linear,
+    mc_multiply_rows,
+    mc_scan_item,
+)
+from moecache.decoding._workspace cimport Workspace, norm_rows
+from moecache.kernels._jobs cimport MC_F32
+from moecache.kernels._kernels cimport level_in_use, run_items
+
+
+cdef void recur(Workspace w, Context c, int64_t at) noexcept nogil:
+    """Write what a layer with states makes of `normed` to `mixed`, and the next states."""
+    cdef const Layer *layer = &w.bound.layers[at]
+    cdef mc_linear job = _convolution(w, c, at)
+    if layer.is_short:
+        _short(w, c, layer, &job)
+    elif layer.is_scan:
+        _space(w, c, layer, &job)
+    else:
+        _linear(w, c, layer, &job)
+
+
+cdef mc_linear _convolution(Workspace w, Context c, int64_t at) noexcept nogil:
+    """Return what all layers with a convolution say in the same way."""
+    cdef const Layer *layer = &w.bound.layers[at]
+    cdef mc_linear job
+    memset(&job, 0, sizeof(job))
+    job.level, job.stretches = level_in_use(), c.stretches + at * w.max_rows
+    job.num_keys, job.num_heads = layer.num_keys, layer.num_heads
+    job.width, job.value_width = layer.width, layer.value_width
+    job.is_tiled, job.is_scan = layer.is_tiled, layer.is_scan
+    job.kernel, job.channels = layer.kernel, layer.channels
+    job.conv, job.conv_bias = layer.conv, layer.conv_bias
+    job.has_activation = not layer.is_short
+    job.rates, job.steps, job.skips = layer.rates, layer.steps, layer.skips
+    job.mixed, job.out = w.queries, w.mixed
+    return job
+
+
+cdef void _convolve(Workspace w, Context c, mc_linear *job) noexcept nogil:
+    run_items(
+        mc_convolve_item, job, c.num_stretches * mc_convolve_items(job),
+        4 * w.num_rows * job.channels * job.kernel
+    )
+
+
+cdef void _linear(
+    Workspace w, Context c, const Layer *layer, mc_linear *job
+) noexcept nogil:
+    """Write what linear attention makes of the rows to `mixed`."""
+    cdef int64_t num = w.num_rows, values = layer.num_heads * layer.value_width
+    w.multiply(&layer.query, w.normed, num, w.queries)
+    if layer.gates.is_there:
+        w.multiply(&layer.gates, w.normed, num, w.gates, &layer.query)
+    else:
+        _part_mixed(w, layer)
+        job.mixed = w.latents
+    job.mixed_step = layer.channels
+    w.multiply(&layer.value, w.normed, num, w.values)
+    if layer.key.is_there:
+        w.multiply(&layer.key, w.normed, num, w.keys, &layer.value)
+    else:
+        _part_shares(w, layer)
+    job.keys_at, job.values_at = layer.num_keys * layer.width, layer.channels - values
+    job.norm, job.norm_type = layer.query_norm.weight, layer.query_norm.type
+    job.epsilon = layer.query_norm.epsilon
+    job.gates, job.gate_step = w.gates, values
+    job.decays, job.shares, job.share_step = w.keys, w.values, layer.num_heads
+    _convolve(w, c, job)
+    # A state is read twice for a row, and written.
+    run_items(
+        mc_delta_item, job, c.num_stretches * layer.num_keys, 3 * 4 * num * values * layer.width
+    )
+
+
+cdef void _part_mixed(Workspace w, const Layer *layer) noexcept nogil:
+    """Part what lies key by key: queries, keys and values, and the values' gates."""
+    cdef int64_t row, key, width = layer.width
+    cdef int64_t values = layer.num_heads // layer.num_keys * layer.value_width
+    cdef int64_t keys = layer.num_keys * width
+    cdef const float *both = w.queries
+    cdef float *to = w.latents
+    for row in range(w.num_rows):
+        for key in range(layer.num_keys):
+            memcpy(to + key * width, both, <size_t>width * sizeof(float))
+            both += width
+            memcpy(to + keys + key * width, both, <size_t>width * sizeof(float))
+            both += width
+            memcpy(to + 2 * keys + key * values, both, <size_t>values * sizeof(float))
+            both += values
+            memcpy(
+                w.gates + (row * layer.num_keys + key) * values, both,
+                <size_t>values * sizeof(float)
+            )
+            both += values
+        to += layer.channels
+
+
+cdef void _part_shares(Workspace w, const Layer *layer) noexcept nogil:
+    """Part shares and decays, which lie one behind the other, key by key."""
+    cdef int64_t i, num = layer.num_heads // layer.num_keys
+    cdef const float *both = w.values
+    for i in range(w.num_rows * layer.num_keys):
+        memmove(w.values + i * num, both, <size_t>num * sizeof(float))
+        memcpy(w.keys + i * num, both + num, <size_t>num * sizeof(float))
+        both += 2 * num
+
+
+cdef void _space(Workspace w, Context c, const Layer *layer, mc_linear *job) noexcept nogil:
+    """Write what a state space makes of the rows to `mixed`."""
+    cdef int64_t num = w.num_rows, values = layer.num_heads * layer.value_width, i
+    cdef int64_t all = layer.query.matrix.rows, width = layer.query_norm.width
+    cdef int64_t size = 4 if layer.query_norm.type == MC_F32 else 2
+    cdef Norm norm = layer.query_norm
+    w.multiply(&layer.query, w.normed, num, w.queries)
+    job.gates, job.mixed = w.queries, w.queries + values
+    job.shares = w.queries + values + layer.channels
+    job.gate_step, job.mixed_step, job.share_step = all, all, all
+    job.keys_at = values
+    job.queries_at = values + layer.num_keys * layer.width
+    _convolve(w, c, job)
+    run_items(
+        mc_scan_item, job, c.num_stretches * layer.num_heads, 2 * 4 * num * values * layer.width
+    )
+    for i in range(layer.num_norms):
+        norm.weight = layer.query_norm.weight + i * width * size
+        norm_rows(&norm, w.mixed + i * width, w.mixed + i * width, num, values)
+
+
+cdef void _short(Workspace w, Context c, const Layer *layer, mc_linear *job) noexcept nogil:
+    """Write what a convolution between two gates makes of the rows to `mixed`."""
+    cdef int64_t hidden = w.hidden_size, num = w.num_rows, i
+    cdef float *x = w.queries + 2 * hidden
+    w.multiply(&layer.query, w.normed, num, w.queries)
+    mc_multiply_rows(x, 3 * hidden, w.queries, 3 * hidden, num, hidden)
+    job.mixed, job.mixed_step = x, 3 * hidden
+    _convolve(w, c, job)
+    for i in range(num):
+        memcpy(w.mixed + i * hidden, x + i * 3 * hidden, <size_t>hidden * sizeof(float))
+    mc_multiply_rows(w.mixed, hidden, w.queries + hidden, 3 * hidden, num, hidden)

@@ -15,14 +15,14 @@ cdef class Context:
     # Most new tokens of a sequence, and most positions that one has.
     cdef int64_t each, longest
     # The row behind each sequence's last one, and how many the shortest of them has.
-    cdef cnp.ndarray ends
+    cdef int64_t num_sequences
+    cdef int64_t *ends
     cdef int64_t fewest
     # Of each layer: what its rows see, and of which type it is.
     cdef mc_held *held
     cdef int *types
     # The same of layers with states, for each sequence.
     cdef mc_stretch *stretches
-    cdef int64_t num_stretches
     cdef const float *cos
     cdef const float *sin
     # Which sequence each row is of, int32, or `None`.

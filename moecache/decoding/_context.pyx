@@ -43,17 +43,17 @@ cdef class Context:
             num * workspace.max_rows * sizeof(mc_stretch)
         )
         self.types = <int *>workspace.own(num * sizeof(int))
+        self.ends = <int64_t *>workspace.own(workspace.max_rows * sizeof(int64_t))
 
     cdef int begin(
         self, list caches, cnp.ndarray lengths, int64_t batch, cnp.ndarray counts,
         cnp.ndarray begins, cnp.ndarray cos, cnp.ndarray sin, cnp.ndarray sequences
     ) except -1:
         """Check and note a call's rows: `counts` for each of `batch` sequences of each cache."""
-        cdef int64_t i, j, longest = 0, each, fewest, num
+        cdef int64_t i, j, longest = 0, each = 0, fewest = self.workspace.max_rows, num, end = 0
         cdef const int64_t *num_new
         cdef const int64_t *num_there
         cdef const int64_t *first
-        cdef cnp.ndarray ends
         num = self._count_rows(caches, batch, counts, sequences)
         if begins.dtype != np.int64 or cos.dtype != np.float32 or sin.dtype != np.float32:
             raise ConfigError("begins are int64, angles float32")
@@ -69,19 +69,22 @@ cdef class Context:
         first = <const int64_t *>cnp.PyArray_DATA(begins)
         for i in range(len(caches)):
             self._check_cache(caches[i], num_there[i], batch, num_new[i], first + i * batch)
-            longest = max(longest, num_there[i])
+            longest, each = max(longest, num_there[i]), max(each, num_new[i])
+            fewest = min(fewest, num_new[i])
             for j in range(i):
                 _check_apart(caches[j], caches[i])
         if self.bound.num_angles and (
             cos.size != num * self.bound.num_angles or sin.size != cos.size
         ):
             raise ConfigError(f"{cos.size} angles are not {num} x {self.bound.num_angles}")
-        ends, each, fewest = np.cumsum(np.repeat(counts, batch)), counts.max(), counts.min()
         self.workspace.reserve_scores(num, longest + each)
         for i in range(self.bound.num_layers):
             self._note_rows(i, caches, num_there, batch, num_new, first)
-        self.workspace.num_rows, self.num_stretches = num, len(caches) * batch
-        self.ends, self.fewest, self.each, self.longest = ends, fewest, each, longest
+        for i in range(len(caches) * batch):
+            end += num_new[i // batch]
+            self.ends[i] = end
+        self.workspace.num_rows, self.num_sequences = num, len(caches) * batch
+        self.fewest, self.each, self.longest = fewest, each, longest
         self._caches, self._angles, self.sequences = caches, (cos, sin), sequences
         self.cos = <const float *>cnp.PyArray_DATA(cos)
         self.sin = <const float *>cnp.PyArray_DATA(sin)
@@ -210,9 +213,8 @@ cdef class Context:
 
 
 cdef bint _is_list(cnp.ndarray array, type, int64_t num) except -1:
-    return (
-        array.dtype == type and array.size == num and cnp.PyArray_IS_C_CONTIGUOUS(array)
-    )
+    """Return whether these are so many numbers of a type, one behind the other."""
+    return array.dtype == type and array.size == num and cnp.PyArray_IS_C_CONTIGUOUS(array)
 
 
 cdef int _check_states(

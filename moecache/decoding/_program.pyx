@@ -278,16 +278,14 @@ cdef class Program:
         """
         cdef Workspace w = self.workspace
         cdef Context c = self.context
-        cdef int64_t i, batch, row
-        cdef const int64_t *ends
+        cdef int64_t i, row, batch = c.num_sequences
         cdef cnp.ndarray out
         if not 1 <= num <= c.fewest:
             raise ConfigError(f"logits of {num} of {c.fewest} tokens")
-        batch, ends = c.ends.size, <const int64_t *>cnp.PyArray_DATA(c.ends)
         out = np.empty((batch, num, self.bound.head.matrix.rows), np.float32)
         with nogil:
             for i in range(batch * num):
-                row = ends[i // num] - num + i % num
+                row = c.ends[i // num] - num + i % num
                 norm_row(
                     &w.bound.norm, w.hidden + row * w.hidden_size, w.normed + i * w.hidden_size
                 )

@@ -49,7 +49,7 @@ cdef mc_linear _convolution(Workspace w, Context c, int64_t at) noexcept nogil:
 
 cdef void _convolve(Workspace w, Context c, mc_linear *job) noexcept nogil:
     run_items(
-        mc_convolve_item, job, c.num_stretches * mc_convolve_items(job),
+        mc_convolve_item, job, c.num_sequences * mc_convolve_items(job),
         4 * w.num_rows * job.channels * job.kernel
     )
 
@@ -79,7 +79,7 @@ cdef void _linear(
     _convolve(w, c, job)
     # A state is read twice for a row, and written.
     run_items(
-        mc_delta_item, job, c.num_stretches * layer.num_keys, 3 * 4 * num * values * layer.width
+        mc_delta_item, job, c.num_sequences * layer.num_keys, 3 * 4 * num * values * layer.width
     )
 
 
@@ -130,7 +130,7 @@ cdef void _space(Workspace w, Context c, const Layer *layer, mc_linear *job) noe
     job.queries_at = values + layer.num_keys * layer.width
     _convolve(w, c, job)
     run_items(
-        mc_scan_item, job, c.num_stretches * layer.num_heads, 2 * 4 * num * values * layer.width
+        mc_scan_item, job, c.num_sequences * layer.num_heads, 2 * 4 * num * values * layer.width
     )
     for i in range(layer.num_norms):
         norm.weight = layer.query_norm.weight + i * width * size

@@ -33,6 +33,7 @@ from tests.helpers.decoding import (
     norm,
     pages_of,
     recipe_of,
+    short,
     states_of,
     times,
 )
@@ -238,9 +239,51 @@ def test_a_recipe_that_does_not_fit_is_refused(change: dict[str, Any], message: 
     recipe = Recipe(HIDDEN, (layer,), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
     with pytest.raises(ConfigError, match=message):
         Program(recipe, ExpertCache(num_layers=1, num_experts=8, capacity=4))
-    short = replace(latent(), expand=drawn(HEADS, 9 + 7, RANK + 1))
-    layer = replace(layer, attention=short)
+    narrow = replace(latent(), expand=drawn(HEADS, 9 + 7, RANK + 1))
+    layer = replace(layer, attention=narrow)
     with pytest.raises(ConfigError, match="does not expand latents of 16"):
         Program(
             replace(recipe, layers=(layer,)), ExpertCache(num_layers=1, num_experts=8, capacity=4)
         )
+
+
+@pytest.mark.parametrize("kind", ["plain", "linear"])
+def test_a_layer_with_attention_has_a_page(kind: str) -> None:
+    """`None` is for layers that hold nothing."""
+    recipe = recipe_of(kind)
+    program = Program(recipe, ExpertCache(num_layers=1, num_experts=8, capacity=4))
+    pages = [pages_of(recipe, 1, 4)[0], None]
+    with pytest.raises(ConfigError, match="layer 1 has attention, and no page"):
+        call(program, pages, np.ones((1, 1, HIDDEN), np.float32), 0)
+
+
+def test_nothing_is_resumed_before_a_call_and_behind_it() -> None:
+    """No layer waits then."""
+    recipe = recipe_of("plain")
+    program = Program(recipe, ExpertCache(num_layers=1, num_experts=8, capacity=4))
+    with pytest.raises(ValueError, match="no layer waits"):
+        program.resume()
+    call(program, pages_of(recipe, 1, 4), np.ones((1, 1, HIDDEN), np.float32), 0)
+    with pytest.raises(ValueError, match="no layer waits"):
+        program.resume()
+
+
+def test_experts_of_all_layers_are_given_latents_or_of_none() -> None:
+    """Also where a latent is as wide as a hidden state."""
+    kernel = kernels.SlotKernel(
+        lambda _: {"gate_up": drawn(16, HIDDEN), "down": drawn(HIDDEN, 8)}, 1
+    )
+    router = Router(linear(16, HIDDEN), 2, "softmax")
+    layer = Layer(norm(HIDDEN), grouped(), norm(HIDDEN), None, router, kernel.experts, number=0)
+    given = replace(layer, latents=(linear(HIDDEN, HIDDEN), linear(HIDDEN, HIDDEN)))
+    cache = ExpertCache(num_layers=1, num_experts=16, capacity=4)
+    with pytest.raises(ConfigError, match="given latents, or those of none"):
+        Program(Recipe(HIDDEN, (layer, given), norm(HIDDEN), linear(VOCABULARY, HIDDEN)), cache)
+
+
+def test_a_convolution_is_over_a_few_rows() -> None:
+    """The message says over how many."""
+    layer = Layer(norm(HIDDEN), short(kernel=9), norm(HIDDEN), FORWARD)
+    recipe = Recipe(HIDDEN, (layer,), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
+    with pytest.raises(ConfigError, match="a program's are over 1 to 8 rows"):
+        Program(recipe, ExpertCache(num_layers=1, num_experts=8, capacity=4))

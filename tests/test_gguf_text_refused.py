@@ -102,7 +102,23 @@ def test_what_a_family_has_is_there_and_nothing_else(
             {"blk.1.ffn_latent_up.weight": None},
             "no tensor blk.1.ffn_latent_up",
         ),
+        ("nemotron_h_moe", {"blk.1.exp_probs_b.bias": None}, "no tensor blk.1.exp_probs_b.bias"),
         ("granitehybrid", {"blk.0.ssm_dt.bias": None}, "no tensor blk.0.ssm_dt.bias"),
+        ("granitehybrid", {"blk.2.ssm_conv1d.bias": None}, "no tensor blk.2.ssm_conv1d.bias"),
+        ("lfm2moe", {"blk.1.exp_probs_b.bias": None}, "no tensor blk.1.exp_probs_b.bias"),
+        (
+            "lfm2moe",
+            {"blk.0.shortconv.in_proj.bias": np.zeros(96, np.float32)},
+            "no tensor blk.0.shortconv.conv.bias",
+        ),
+        (
+            "lfm2moe",
+            {
+                "lfm2moe.shortconv.l_cache": 9,
+                "blk.0.shortconv.conv.weight": np.ones((32, 9), np.float32),
+            },
+            "a convolution over 9 rows run with torch",
+        ),
         ("lfm2moe", {"blk.0.shortconv.conv.weight": None}, "no tensor blk.0.shortconv.conv"),
         ("lfm2moe", {"blk.2.shortconv.in_proj.weight": np.zeros((64, 32), np.float32)}, "in_proj"),
         (GEMMA, {"blk.0.ffn_gate_inp.scale": None}, "no tensor blk.0.ffn_gate_inp.scale"),

@@ -17,7 +17,7 @@ from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
 from moecache.decoding.gguf.opening import open_text_model
 from moecache.decoding.gguf.recipes import FileModel
 from moecache.errors import StoreError
-from moecache.sizing.headroom import Headroom, headroom, kv_bytes_per_token, state_bytes
+from moecache.sizing.headroom import Headroom, headroom, kv_bytes_per_token, states_per_text
 from moecache.stores import GgufStore, open_store
 from tests.helpers.gguf_texts import write_quantized
 from tests.test_gguf_text_model import run_text, text_after
@@ -203,7 +203,21 @@ def test_a_plan_leaves_room_for_keys_of_some_layers_and_states_of_the_others(
     (room,) = rooms
     assert growth == said.state_bytes > 0
     # It counts a row of convolutions more, and what heads hold is small here.
-    assert growth <= state_bytes(store.config) < 2 * growth
+    assert growth <= states_per_text(store.config) < 2 * growth
     assert room.kv_cache_bytes == room.context_tokens * said.bytes_per_token
     prompts = said.prompt_bytes(PROMPT_TOKENS)
-    assert room.trunk_bytes == said.trunk_bytes + growth + prompts
+    assert room.trunk_bytes == said.trunk_bytes + prompts
+    assert room.state_bytes == growth
+
+
+@pytest.mark.parametrize("name", ["granitehybrid", "lfm2moe"])
+def test_a_model_without_states_goes_on_from_any_page(tmp_path: Path, name: str) -> None:
+    """Of families that have some: where all layers have keys and values."""
+    layers = {"layer_types": ["full_attention"] * 3}
+    path = write_quantized(tmp_path / "model.gguf", name, 1024, **layers)
+    with open_text_model(path, "50%") as model:
+        prefixes = open_prefixes(model, 2**26)
+        wanted, known = run_text(model, IDS * 2, 4, prefixes)
+        assert not known
+        found, known = run_text(model, [*IDS, *IDS], 4, prefixes)
+        assert (found, known > 200) == (wanted, True)

@@ -15,7 +15,7 @@ from moecache.sizing.headroom import (
     headroom,
     kv_bytes_per_token,
     spare_bytes,
-    state_bytes,
+    states_per_text,
 )
 from moecache.sizing.host_memory import CgroupLimit
 
@@ -139,6 +139,7 @@ LFM2_8B = {
         (DEEPSEEK_V3, 4_997_120),  # 61 * 128 * (192 + 128) * 2
         (GPT_OSS, 49_152),  # 24 * 8 * (64 + 64) * 2
         (QWEN3_5, 20_480),  # 10 * 2 * (256 + 256) * 2: the others have states
+        ({**QWEN3_5, "layer_types": None, "full_attention_interval": 4}, 20_480),
         (GEMMA4, 225_280),  # (25 * 8 * (256 + 256) + 5 * 2 * (512 + 512)) * 2
         (NEMOTRON3_NANO, 6_144),  # 6 * 2 * (128 + 128) * 2
         (GRANITE4_TINY, 8_192),  # 4 * 4 * (128 + 128) * 2
@@ -172,11 +173,11 @@ def test_the_kv_cache_of_known_models(config: dict[str, Any], nbytes: int) -> No
 )
 def test_the_states_of_known_models(config: dict[str, Any], nbytes: int) -> None:
     """In three places: what is read, what is written, and what is saved."""
-    assert state_bytes(config) == nbytes
-    assert headroom(1000, config).trunk_bytes == 1000 + nbytes
-    # Who says a token's bytes counts states, too.
-    said = headroom(1000, config, token_bytes=10)
-    assert (said.trunk_bytes, said.kv_cache_bytes) == (1000, 10 * said.context_tokens)
+    assert states_per_text(config) == nbytes
+    assert headroom(1000, config).state_bytes == nbytes
+    said = headroom(1000, config, token_bytes=10, state_bytes=7)
+    assert (said.state_bytes, said.kv_cache_bytes) == (7, 10 * said.context_tokens)
+    assert said.nbytes == 1000 + 7 + said.kv_cache_bytes + RESERVE_BYTES
 
 
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads"])

@@ -204,6 +204,7 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
         with computing(level, threads=3):
             for num in (1, 7, 67):
                 assert raw_product(many, inputs[:num]).tobytes() == whole[:num].tobytes()
+            assert raw_product(many, inputs[60:67]).tobytes() == whole[60:].tobytes()
 
 
 def test_a_form_without_a_kernel_is_refused() -> None:

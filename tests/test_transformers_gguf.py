@@ -76,6 +76,17 @@ def test_a_model_in_few_slots_has_the_bits_of_the_whole_one(name: str, tmp_path:
     assert all(map(torch.equal, logits(model), wanted))
 
 
+def test_a_head_and_biases_are_found_wherever_they_are(tmp_path: Path) -> None:
+    """A head of its own where published files have none; biases that no first layer has."""
+    kinds = ["full_attention", "conv", "full_attention"]
+    own = sized("lfm2moe", tie_word_embeddings=False, conv_bias=True, layer_types=kinds)
+    path = write(tmp_path / "model.gguf", own, {})
+    wanted = logits(own.build())
+    model = load(path, dtype=torch.float32, compute="torch")
+    with model.moecache:
+        assert all(map(torch.equal, logits(model), wanted))
+
+
 @pytest.mark.parametrize("name", some(MODELS, lambda name: name in DAILY))
 def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: Path) -> None:
     """And, the trunk quantized as in the file, nearly those of torch: activations have 15 bits."""

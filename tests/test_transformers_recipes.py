@@ -152,6 +152,17 @@ def test_a_variant_decodes_as_its_own_forward_does(tmp_path: Path, name: str) ->
         assert generated(model, num_tokens=24).tolist() == generated(whole, num_tokens=24).tolist()
 
 
+def test_bounds_of_steps_in_time_are_the_modules_to_keep(tmp_path: Path) -> None:
+    """Granite's configuration may have some; tokens at once are bounded, and one alone is not."""
+    family = MORE_FAMILIES["granitemoehybrid"]
+    family = replace(family, settings={**family.settings, "time_step_limit": (0.2, 0.3)})
+    model = load_in_slots(write_checkpoint(family, tmp_path, "float32"), compute="fast")
+    with model.moecache, torch.no_grad():
+        decode(model, prompt(), 2)
+        assert model.moecache.decoder.num_steps == 0
+        assert "steps in time are of 0.2 to 0.3" in model.moecache.decoder.reason
+
+
 def test_gpt_oss_decodes_as_its_own_forward_does(tmp_path: Path) -> None:
     """From MXFP4, with sinks, biases and a window; the same bits at any number of slots."""
     family = quantized.GPT_OSS

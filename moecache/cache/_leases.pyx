@@ -292,7 +292,7 @@ cdef class Leases:
 
     cdef void use_hits(self, const Step* step, int32_t* out) noexcept:
         """Count what is resident as used; with `out`, write the slots there, and lease them."""
-        # Read once: what is written in the loop might be what a pointer leads to.
+        # Read once: the compiler cannot know that the loop writes to none of these fields.
         cdef const void* ids = step.ids
         cdef bint wide = step.wide
         cdef Policy part = policy_of(self.partitions, step.layer)

@@ -1,6 +1,6 @@
 """Slots: what each holds, from FREE over FILLING to RESIDENT and back, and the tables of that.
 
-Nothing here knows a policy. Callers hold the lock, and ask for what the state of a slot allows.
+Nothing here knows a policy. Callers hold the lock, and change a slot only as its state allows.
 """
 
 from libc.stdint cimport int32_t

@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
         "seed after the same conversation. In the conversation, /reset forgets it, /stats shows "
         "counters, /help the rest; Ctrl-C stops a reply, Ctrl-D leaves. Needs "
         "pip install 'moecache[transformers]', or 'moecache[gguf]' for a quantized GGUF file of "
-        "gpt-oss, Mixtral, OLMoE, Qwen2-MoE or Qwen3-MoE, which is computed without torch.",
+        "one of most families (docs/gguf.md), which is computed without torch.",
         epilog="examples: moecache chat ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache chat ./OLMoE-1B-7B --system 'Answer in one sentence.' --temperature 0",
     )

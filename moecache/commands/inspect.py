@@ -261,6 +261,7 @@ def _memory_table(planned: Plan) -> Table:
     parts = {
         "trunk": room.trunk_bytes,
         f"KV cache, {room.context_tokens} tokens": room.kv_cache_bytes,
+        **({"states": room.state_bytes} if room.state_bytes else {}),
         **({"reads' staging buffers": room.staging_bytes} if gpu is None else {}),
         "to spare": room.spare_bytes,
     }

@@ -55,7 +55,7 @@ cdef void add_attention(Workspace w, Context c, int64_t at) noexcept nogil:
 
 
 cdef mc_heads _heads(Workspace w, Context c, int64_t at) noexcept nogil:
-    """Return what both kinds of attention say in the same way."""
+    """Return the fields that both kinds of attention have in common."""
     cdef const Layer *layer = &w.bound.layers[at]
     cdef int64_t size = 4 if c.types[at] == MC_F32 else 2
     cdef mc_heads heads

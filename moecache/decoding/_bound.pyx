@@ -34,7 +34,7 @@ from moecache.kernels.matrices import type_of
 
 cnp.import_array()
 
-# Numbers of a latent, and of a head of linear attention, at most; rows of its convolution.
+# Numbers of a latent, and of a head that has a state, at most; rows of a convolution.
 MOST_RANK, MOST_HEAD, MOST_KERNEL = MC_MOST_RANK, MC_MOST_HEAD, MC_MOST_KERNEL
 _SCORES = {
     "softmax": MC_SOFTMAX, "sigmoid": MC_SIGMOID, "softmax of the chosen": MC_SOFTMAX_OF_CHOSEN,
@@ -78,8 +78,10 @@ cdef class Bound:
         }
         if len(sizes) > 1:
             raise ConfigError(
-                f"experts' inputs of {sorted(sizes)} numbers are of one width or none"
+                f"layers' experts have inputs of {sorted(sizes)} numbers; all must have one width"
             )
+        if len({layer.latents is None for layer in recipe.layers if layer.router}) > 1:
+            raise ConfigError("the experts of all layers are given latents, or those of none")
         self.expert_size = sizes.pop() if sizes else recipe.hidden_size
         for i in range(self.num_layers):
             self._bind(&self.layers[i], recipe.layers[i])
@@ -303,7 +305,10 @@ cdef class Bound:
 
     cdef int _bind_convolution(self, Layer *layer, a, int64_t channels) except -1:
         if a.conv.ndim != 2 or not 1 <= a.conv.shape[0] <= MC_MOST_KERNEL:
-            raise ConfigError(f"no convolution has weights {a.conv.shape}")
+            raise ConfigError(
+                f"a convolution with weights {a.conv.shape}; a program's are over 1 to "
+                f"{MC_MOST_KERNEL} rows"
+            )
         layer.is_linear, layer.kernel, layer.channels = True, a.conv.shape[0], channels
         layer.conv = self._floats(a.conv, layer.kernel * channels)
         return 0

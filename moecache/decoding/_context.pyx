@@ -136,6 +136,8 @@ cdef class Context:
             layer = &self.bound.layers[i]
             if not layer.has_attention:
                 continue
+            if pages[i] is None:
+                raise ConfigError(f"layer {i} has attention, and no page")
             if layer.is_linear:
                 _check_states(layer, pages[i], batch, each)
                 continue
@@ -189,7 +191,7 @@ cdef class Context:
     cdef int _note_stretches(
         self, int64_t at, list caches, int64_t batch, const int64_t *counts
     ) except -1:
-        """Note what a layer of linear attention holds of each sequence."""
+        """Note the states that a layer holds of each sequence."""
         cdef Layer *layer = &self.bound.layers[at]
         cdef mc_stretch *s = self.stretches + at * self.workspace.max_rows
         cdef int64_t i, sequence, first = 0, size
@@ -237,7 +239,7 @@ cdef int _check_states(
 
 
 cdef bint _is_same(States some, States other) except -1:
-    # A convolution alone has no states, and one over a single row sees nothing.
+    # A convolution alone has no states.
     if some.width:
         return some.next_states == other.next_states
     return some.next_seen == other.next_seen
@@ -246,7 +248,7 @@ cdef bint _is_same(States some, States other) except -1:
 cdef int _check_apart(list some, list others) except -1:
     cdef KeyValues page, other
     for first, second in zip(some, others, strict=True):
-        if first is None:
+        if first is None or second is None:
             continue
         if isinstance(first, States):
             if _is_same(first, second):

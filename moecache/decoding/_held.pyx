@@ -38,7 +38,7 @@ cdef class KeyValues:
 
 @cython.final
 cdef class States:
-    """What a layer of linear attention holds: it is as large for any number of tokens.
+    """What a layer holds instead of keys and values: it is as large for any number of tokens.
 
     What a call's tokens leave is written to places of its own, or over what was there.
 
@@ -54,9 +54,10 @@ cdef class States:
     steps : (int, int, int)
         Bytes from a sequence, a row and a channel to the next.
     states, next_states, saved_states : int
-        Addresses of the heads' states, float32 [batch, heads, width, value_width].
+        Addresses of the heads' states, float32 [batch, *state_shape].
     state_shape : (int, int, int)
-        Heads, width, value width.
+        Heads, width and value width; of a state space heads, value width and width; of a
+        convolution alone, which has none, (1, 0, channels).
     owner : object
         Kept alive.
 

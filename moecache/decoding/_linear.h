@@ -144,7 +144,7 @@ static inline void mc_normalize(const float *x, int64_t num, float scale, float 
 
 static inline float mc_softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
-/* What a head gives, behind its gate: by the delta rule its norm comes before, by a scan those of groups behind. */
+/* Gates what a head gives. The delta rule norms a head before its gate; a scan norms groups of heads afterwards. */
 static inline void mc_gate_head(const mc_linear *l, int64_t row, int64_t head, float *given)
 {
     const mc_activation silu = {.kind = MC_SILU};

@@ -178,8 +178,16 @@ cdef class Program:
         return -1
 
     def resume(self):
-        """Take the experts' results, and go on to the next layer's choice."""
+        """Take the experts' results, and go on to the next layer's choice.
+
+        Raises
+        ------
+        ValueError
+            If no layer waits for any.
+        """
         cdef Workspace w = self.workspace
+        if self.at >= w.bound.num_layers or w.num_rows == 0:
+            raise ValueError("no layer waits for its experts")
         with nogil:
             add_forward(w, &w.bound.layers[self.at])
         self.at += 1

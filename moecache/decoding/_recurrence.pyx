@@ -31,7 +31,7 @@ cdef void recur(Workspace w, Context c, int64_t at) noexcept nogil:
 
 
 cdef mc_linear _convolution(Workspace w, Context c, int64_t at) noexcept nogil:
-    """Return what all layers with a convolution say in the same way."""
+    """Return the fields that all layers with a convolution have in common."""
     cdef const Layer *layer = &w.bound.layers[at]
     cdef mc_linear job
     memset(&job, 0, sizeof(job))

@@ -19,7 +19,7 @@ from moecache.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 # Keys and values of each layer, [1, heads, positions, width], as arrays of bytes have no dtype of
-# torch's: bfloat16 is uint16 here. Behind them there may be what layers of linear attention hold
+# torch's: bfloat16 is uint16 here. Behind them there may be what layers with states hold
 # where the page ends.
 Page = tuple[tuple[np.ndarray, np.ndarray], ...]
 # Positions of a page.

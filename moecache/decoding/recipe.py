@@ -380,8 +380,9 @@ class Layer:
     number : int, default -1
         The layer's number in the runtime; -1 if it has no experts.
     latents : (Linear, Linear), optional
-        What makes the experts' input of the feed-forward's, and their sum of that of what they
-        give: NVIDIA, Nemotron 3, 2025. All layers' experts have inputs of one width.
+        The first makes the experts' input from the feed-forward's, the second brings the experts'
+        sum back to the hidden size: NVIDIA, Nemotron 3, 2025. All layers with experts have such
+        products, of one width, or none has.
     scale : float, default 1
     attention_out, forward_out : Norm, optional
         Of what is added to x.

@@ -19,7 +19,7 @@ from moecache.profiles.file import check_path
 from moecache.ranks import Share
 
 # Options that are counts, and may be 0.
-_SIZES = ("context_tokens", "host_bytes", "token_bytes")
+_SIZES = ("context_tokens", "host_bytes", "token_bytes", "state_bytes")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,10 @@ class Options:
         trunk is in memory already.
     token_bytes : int, optional
         Bytes of a token's keys and values in that cache; by default as the checkpoint's config.json
-        says. States of layers that have none are then part of `host_bytes`.
+        says.
+    state_bytes : int, optional
+        Bytes of the states of a text, which layers of linear attention and the like have instead;
+        likewise.
     makes_room : bool, default False
         Whether the host calls `ExpertRuntime.make_room` before its KV cache takes memory. Slots in
         RAM then have what a plan without `memory` and `reserve` keeps for the cache, all but its
@@ -151,6 +154,7 @@ class Options:
     context_tokens: int | None = None
     host_bytes: int | None = None
     token_bytes: int | None = None
+    state_bytes: int | None = None
     makes_room: bool = False
     share: Share | None = None
 

@@ -134,6 +134,7 @@ def plan_store(store: CheckpointStore, options: Options, settings: Settings) -> 
         staging_bytes=0 if gpu is not None else STAGING_BYTES + buffers,
         context_tokens=options.context_tokens,
         token_bytes=options.token_bytes,
+        state_bytes=options.state_bytes,
         free_bytes=free_host_bytes() if gpu is None else None,
     )
     if options.host_bytes is not None:

@@ -17,6 +17,7 @@ FIRST_TOKENS = 512
 _WITHOUT_KEYS = {"linear_attention", "conv", "moe", "mlp", "dummy"}
 _WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+_MOST_LAYERS = 10_000  # more than any model has
 # Nemotron's letters for them.
 _PATTERN = {"M": "linear_attention", "E": "moe", "-": "mlp"}
 # Places of a text's states: what is read, what is written, and what is saved for its pages.
@@ -37,7 +38,7 @@ class Headroom:
     trunk_bytes : int
         All tensors but the experts', as stored, or what the host takes instead.
     kv_cache_bytes : int
-        Keys and values of `context_tokens` tokens, without states, whose size no token changes.
+        Keys and values of `context_tokens` tokens.
     context_tokens : int
     staging_bytes : int
         Buffers of the reads.
@@ -45,6 +46,9 @@ class Headroom:
         For the interpreter, activations and other processes.
     takes : str
         The use of `trunk_bytes`, in words.
+    state_bytes : int
+        States of a text, of layers that hold some instead of keys and values: as many for any
+        number of tokens.
     """
 
     trunk_bytes: int
@@ -53,6 +57,7 @@ class Headroom:
     staging_bytes: int
     spare_bytes: int = RESERVE_BYTES
     takes: str = "trunk"
+    state_bytes: int = 0
 
     @property
     def later_bytes(self) -> int:
@@ -63,14 +68,16 @@ class Headroom:
     @property
     def nbytes(self) -> int:
         """Sum of the parts."""
-        return self.trunk_bytes + self.kv_cache_bytes + self.staging_bytes + self.spare_bytes
+        own = self.trunk_bytes + self.kv_cache_bytes + self.state_bytes
+        return own + self.staging_bytes + self.spare_bytes
 
     def describe(self) -> str:
         """Return the parts as one line."""
+        states = f", states {format_bytes(self.state_bytes)}" if self.state_bytes else ""
         follows = " by what is free" if self.spare_bytes < RESERVE_BYTES else ""
         return (
             f"{self.takes} {format_bytes(self.trunk_bytes)}, KV cache of {self.context_tokens} "
-            f"tokens {format_bytes(self.kv_cache_bytes)}, staging "
+            f"tokens {format_bytes(self.kv_cache_bytes)}{states}, staging "
             f"{format_bytes(self.staging_bytes)}, spare {format_bytes(self.spare_bytes)}{follows}"
         )
 
@@ -91,6 +98,7 @@ def headroom(
     staging_bytes: int = 0,
     context_tokens: int | None = None,
     token_bytes: int | None = None,
+    state_bytes: int | None = None,
     free_bytes: int | None = None,
 ) -> Headroom:
     """Return what a model needs beside its experts.
@@ -98,15 +106,15 @@ def headroom(
     Parameters
     ----------
     trunk_bytes : int
-        States of layers that have no keys and values come on top, as config says.
     config : mapping
         The checkpoint's config.json.
     staging_bytes : int, default 0
     context_tokens : int, optional
         Length of the KV cache; by default the model's longest context, at most 4096.
     token_bytes : int, optional
-        Bytes of a token's keys and values, from a host that knows them and counts its states as
-        part of `trunk_bytes`; by default as config says.
+        Bytes of a token's keys and values, from a host that knows them; by default as config says.
+    state_bytes : int, optional
+        Bytes of a text's states, likewise.
     free_bytes : int, optional
         Free memory of the host that has the slots, which what is spare follows; by default
         that is 512 MiB.
@@ -118,13 +126,15 @@ def headroom(
         context_tokens = min(longest, DEFAULT_CONTEXT_TOKENS)
     if token_bytes is None:
         token_bytes = kv_bytes_per_token(config)
-        trunk_bytes += state_bytes(config)
+    if state_bytes is None:
+        state_bytes = states_per_text(config)
     return Headroom(
         trunk_bytes,
         token_bytes * context_tokens,
         context_tokens,
         staging_bytes,
         RESERVE_BYTES if free_bytes is None else spare_bytes(free_bytes),
+        state_bytes=state_bytes,
     )
 
 
@@ -155,7 +165,7 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     return numbers * (4 if dtype is None or dtype == "float32" else 2)
 
 
-def state_bytes(config: Mapping[str, Any]) -> int:
+def states_per_text(config: Mapping[str, Any]) -> int:
     """Return the bytes of a text's states in all places and layers that hold some, in float32.
 
     0 if config does not say. Qwen 3.5's and Qwen3-Next's gated delta rule, Mamba 2 as Nemotron and
@@ -182,7 +192,12 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         return [_PATTERN.get(letter, "full_attention") for letter in pattern]
-    found = config.get("layer_types", config.get("layers_block_type"))
+    found = config.get("layer_types") or config.get("layers_block_type")
+    every = _number(config, "full_attention_interval")
+    if not found and every:
+        # As Qwen3-Next's are by default.
+        layers = range(1, min(_number(config, "num_hidden_layers"), _MOST_LAYERS) + 1)
+        return ["linear_attention" if layer % every else "full_attention" for layer in layers]
     is_known = isinstance(found, list) and all(isinstance(kind, str) for kind in found)
     return [_OLDER.get(kind, kind) for kind in found or ()] if is_known else []
 

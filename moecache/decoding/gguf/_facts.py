@@ -170,7 +170,7 @@ class Facts:
     @property
     def is_still(self) -> bool:
         """Whether queries and keys are not turned by positions."""
-        return _STILL in self.ropes.values()
+        return any(rope is _STILL for rope in self.ropes.values())
 
     @property
     def epsilon(self) -> float:
@@ -216,6 +216,11 @@ class Facts:
         return said["n_group"], said["topk_group"]
 
     @property
+    def needs_correction(self) -> bool:
+        """Whether a router's scores have a correction: other families' are zeros in some files."""
+        return bool(self.settings.get("use_expert_bias", self.family.is_single))
+
+    @property
     def is_normalized(self) -> bool:
         """Whether experts' weights are divided by their sum."""
         said = self.family.is_normalized
@@ -238,6 +243,11 @@ class Facts:
     def is_linear(self, block: int) -> bool:
         """Return whether a layer holds states instead of keys and values."""
         return self.linear is not None and self._kind(block) in _STATEFUL
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are layers that hold states."""
+        return any(map(self.is_linear, range(self.num_layers)))
 
     def has_keys(self, block: int) -> bool:
         """Return whether a layer holds keys and values."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moecache.decoding.gguf._architecture import Architecture
-from moecache.decoding.gguf._common import expert_width, plain_settings
+from moecache.decoding.gguf._common import expert_width, has_bias, plain_settings
 from moecache.decoding.gguf._metadata import Metadata
 
 _SIGMOID = 2  # of expert_gating_func
@@ -24,7 +24,7 @@ def _lfm2(said: Metadata) -> dict[str, Any]:
         "num_dense_layers": said.size("leading_dense_block_count", 0),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "conv_L_cache": said.size("shortconv.l_cache", least=1),
-        "conv_bias": "blk.0.shortconv.in_proj.bias" in said.tensors,
+        "conv_bias": has_bias(said, "shortconv.in_proj"),
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in said.tensors),
         "norm_topk_prob": True,
         "routed_scaling_factor": said.real("expert_weights_scale", 1.0, least=-1.0) or 1.0,

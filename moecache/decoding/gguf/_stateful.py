@@ -18,10 +18,13 @@ def stateful_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     is_short = _is_short(sizes)
     most = sizes.width if is_short else max(sizes.width, sizes.value_width)
     if most > MOST_HEAD or sizes.kernel > MOST_KERNEL:
-        raise NoTextModelError(f"linear attention of {sizes} runs with torch")
+        raise NoTextModelError(
+            f"heads of {sizes.width} and {sizes.value_width} numbers behind a convolution over "
+            f"{sizes.kernel} rows run with torch"
+        )
     if is_short:
-        return _short_tensors(facts, at, found)
-    return (_space_tensors if sizes.is_space else _delta_tensors)(facts, at, found)
+        return _short_tensors(facts, at)
+    return _space_tensors(facts, at) if sizes.is_space else _delta_tensors(facts, at, found)
 
 
 def read_stateful(
@@ -63,16 +66,16 @@ def _delta_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     yield f"{at}.ssm_out.weight", (hidden, sizes.values)
 
 
-def _space_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
-    hidden, sizes = facts.hidden_size, _sizes(facts)
+def _space_tensors(facts: Facts, at: str) -> Wanted:
+    hidden, sizes, said = facts.hidden_size, _sizes(facts), facts.settings
     heads, values = sizes.num_heads, sizes.values
     rows = values + sizes.channels + heads
     for name, shape in {"ssm_in": (rows, hidden), "ssm_out": (hidden, values)}.items():
         yield f"{at}.{name}.weight", shape
-        if f"{at}.{name}.bias" in found:
+        if said["mamba_proj_bias"]:
             yield f"{at}.{name}.bias", shape[:1]
     yield f"{at}.ssm_conv1d.weight", (sizes.channels, sizes.kernel)
-    if f"{at}.ssm_conv1d.bias" in found:
+    if said.get("use_conv_bias", said.get("mamba_conv_bias")):
         yield f"{at}.ssm_conv1d.bias", (sizes.channels,)
     yield f"{at}.ssm_a", (heads, 1)
     yield f"{at}.ssm_d", (heads, 1)
@@ -80,7 +83,7 @@ def _space_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     yield f"{at}.ssm_norm.weight", (sizes.num_keys, values // sizes.num_keys)
 
 
-def _short_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
+def _short_tensors(facts: Facts, at: str) -> Wanted:
     hidden, at = facts.hidden_size, f"{at}.shortconv"
     for name, shape in {
         "in_proj": (3 * hidden, hidden),
@@ -88,7 +91,7 @@ def _short_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
         "out_proj": (hidden, hidden),
     }.items():
         yield f"{at}.{name}.weight", shape
-        if f"{at}.{name}.bias" in found:
+        if facts.settings["conv_bias"]:
             yield f"{at}.{name}.bias", shape[:1]
 
 

@@ -1,4 +1,4 @@
-"""What layers of linear attention hold of one text, beside the keys and values of others."""
+"""What layers with states hold of one text, beside the keys and values of others."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ STATE_TOKENS = 64
 
 
 class StatesCache(TextCache):
-    """Keys and values of a text, and the states of its layers of linear attention, in float32.
+    """Keys and values of a text, and the states of layers that have these instead, in float32.
 
     A call reads the states of the text so far, and writes the next ones beside them: one that fails
     leaves the text as it was. A page has keys and values of the other layers, and behind them the
@@ -93,6 +93,9 @@ class StatesCache(TextCache):
 
     def restore(self, pages: Sequence[Page]) -> None:
         """Put the positions of pages that `fits` behind none, up to the last that has states."""
+        if not self._num_stateful:
+            super().restore(pages)
+            return
         num_layers = len(self.sizes)
         places = [place for place, page in enumerate(pages) if len(page) > num_layers]
         if not places:

@@ -202,6 +202,8 @@ def _experts(facts: Facts, at: str, found: Shapes) -> Wanted:
         yield f"{at}.ffn_latent_down.weight", (facts.expert_size, hidden)
         yield f"{at}.ffn_latent_up.weight", (hidden, facts.expert_size)
     correction = correction_of(found, at)
+    if correction is None and facts.needs_correction:
+        correction = f"{at}.{CORRECTION}"
     if facts.family.correction is not None and correction is not None:
         yield correction, (count,)
     if facts.shared_width:

@@ -80,7 +80,7 @@ class TextModel:
     @property
     def has_states(self) -> bool:
         """Whether layers hold states, which belong to all tokens before them."""
-        return self._said.facts.linear is not None
+        return self._said.facts.has_states
 
     @property
     def bytes_per_token(self) -> int:

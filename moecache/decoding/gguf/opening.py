@@ -13,7 +13,7 @@ from moecache.stores import GgufStore, open_store
 from moecache.units import parse_bytes
 
 # Options of `moecache.Options` that are this module's own to give.
-_OWN = {"device", "dtype", "layers", "makes_room", "share", "token_bytes", "top_k"}
+_OWN = {"device", "dtype", "layers", "makes_room", "share", "state_bytes", "token_bytes", "top_k"}
 
 
 def open_text_model(
@@ -39,8 +39,8 @@ def open_text_model(
         how far it is.
     **options
         Those of `moecache.Options` that say how experts are kept and read: not `device`, `dtype`,
-        `layers`, `makes_room`, `share`, `token_bytes` or `top_k`. `prefetch` may also be "router":
-        the next layer's router, given this layer's input.
+        `layers`, `makes_room`, `share`, `state_bytes`, `token_bytes` or `top_k`. `prefetch` may
+        also be "router": the next layer's router, given this layer's input.
 
     Returns
     -------
@@ -69,8 +69,8 @@ def open_text_model(
         if is_forced:
             # It still guesses for the first layer.
             options["prefetch"] = "echo"
-        host_bytes = said.trunk_bytes + said.state_bytes + said.prompt_bytes(PROMPT_TOKENS)
-        options["token_bytes"] = said.bytes_per_token
+        host_bytes = said.trunk_bytes + said.prompt_bytes(PROMPT_TOKENS)
+        options |= {"token_bytes": said.bytes_per_token, "state_bytes": said.state_bytes}
         options["host_bytes"] = options.get("host_bytes", host_bytes) + parse_bytes(prefix_memory)
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
         runtime = open_runtime(store, memory, makes_room=True, **options)

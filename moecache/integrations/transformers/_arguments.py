@@ -35,7 +35,7 @@ _NAMES = {
 # them (dtype).
 OPTIONS = {field.name for field in fields(Options)} - {
     *("memory", "device", "dtype", "top_k", "layers", "host_bytes", "token_bytes"),
-    *("makes_room", "share"),
+    *("state_bytes", "makes_room", "share"),
 }
 # Device maps that mean: where the slots are.
 AUTOMATIC = ("auto", "sequential")

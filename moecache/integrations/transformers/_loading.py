@@ -40,7 +40,7 @@ from moecache.prefault.mappings import read_mappings, split
 from moecache.ranks import Placement, Share
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
 from moecache.settings import Settings
-from moecache.sizing.headroom import state_bytes
+from moecache.sizing.headroom import states_per_text
 from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
@@ -186,7 +186,7 @@ def load(
             options["prefetch"] = "echo"
         prompts_bytes = planned_bytes(model, source.store.layout.top_k) + parse_bytes(prefix_memory)
         host_bytes = _host_bytes(model, compute) + prompts_bytes
-        host_bytes += state_bytes(model.config.get_text_config().to_dict())
+        states = states_per_text(model.config.get_text_config().to_dict())
         runtime = open(
             source.take(),
             memory,
@@ -195,6 +195,7 @@ def load(
             dtype=source.dtype if on_host else None,
             host_bytes=host_bytes if on_host else None,
             token_bytes=bytes_per_token(model) if on_host else None,
+            state_bytes=states if on_host else None,
             makes_room=on_host and ranks is None,
             share=share,
         )

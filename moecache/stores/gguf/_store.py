@@ -205,9 +205,11 @@ class GgufStore(CheckpointStore):
         layers = range(min(self._number("block_count"), _MOST_LAYERS))
         kinds = ["full_attention"] * len(layers)
         for layer in layers:
-            if any(f"blk.{layer}.{name}" in self._tensors for name in _STATES):
-                kinds[layer] = "linear_attention"
-            elif f"blk.{layer}.attn_output.weight" not in self._tensors:
+            has_states = any(f"blk.{layer}.{name}" in self._tensors for name in _STATES)
+            has_keys = f"blk.{layer}.attn_output.weight" in self._tensors
+            if has_states:
+                kinds[layer] = "hybrid" if has_keys else "linear_attention"
+            elif not has_keys:
                 kinds[layer] = "moe"
         if len(set(kinds)) > 1:
             found["layer_types"] = kinds

@@ -166,8 +166,10 @@ def _find_source(
     if leaf in architecture.names:
         return Source((f"{prefix}{architecture.names[leaf]}",))
     tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if name == "lm_head.weight" and "output.weight" not in said.tensors:
-        tensor = "token_embd.weight"  # which is both
+    if name == "lm_head.weight":
+        # The package's map has none for models that are published with one matrix for both.
+        has_own = "output.weight" in said.tensors
+        tensor = "output.weight" if has_own else "token_embd.weight"
     return None if tensor is None else _unfused(Source((tensor,)), said)
 
 

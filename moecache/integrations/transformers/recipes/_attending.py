@@ -1,5 +1,6 @@
 """Reading the attention of a model's layers, of each kind."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,11 @@ class AttentionReader:
         conv, bias = self._convolution(module.conv1d)
         if module.activation not in ("silu", "swish"):
             raise UnknownFamilyError("its convolution has another activation")
+        least, most = weights.number(module, "time_step_limit")
+        # Nemotron's least step, in transformers' prompts alone, is no part of its tokens.
+        usual = getattr(getattr(module, "config", None), "time_step_min", 0.0)
+        if most != math.inf or least not in (0.0, usual):
+            raise UnknownFamilyError(f"its steps in time are of {least} to {most}")
         weights.watched(module, "A_log")
         inner = module.intermediate_size
         return StateSpace(

@@ -30,7 +30,7 @@ _EMBEDDINGS = ("embed_tokens", "embeddings")
 _NORMS, _ROTARY = ("norm", "norm_f", "embedding_norm"), ("rotary_emb", "pos_emb")
 # Where layers have attention, or what is there instead, and how the latter's classes are called.
 _ATTENDING = sorted(
-    {name for row in FAMILIES.values() for name in (row.attention, row.linear or "")}
+    {name for row in FAMILIES.values() for name in (row.attention, row.linear) if name}
 )
 _STATEFUL = ("GatedDeltaNet", "MambaLayer", "Mamba2Mixer", "ShortConv")
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")

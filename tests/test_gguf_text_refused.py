@@ -132,12 +132,13 @@ def test_new_families_have_their_own_tensors_and_nothing_else(
     check_refused(tmp_path, name, change, reason)
 
 
-def test_a_correction_is_numbers(tmp_path: Path) -> None:
-    """Torch would choose an expert whose is none."""
+@pytest.mark.parametrize("name", ["exp_probs_b.bias", "ffn_gate_inp.weight"])
+def test_what_scores_experts_is_numbers(tmp_path: Path, name: str) -> None:
+    """Torch would choose an expert whose score is none."""
     _, metadata, tensors = parts_of("deepseek2 v3")
-    tensors["blk.1.exp_probs_b.bias"][3] = np.nan
+    tensors[f"blk.1.{name}"][3] = np.nan
     write_gguf(tmp_path / "m.gguf", metadata, tensors)
-    with pytest.raises(ConfigError, match="has values that are no numbers"):
+    with pytest.raises(ConfigError, match=f"{name} has values that are no numbers"):
         open_text_model(tmp_path / "m.gguf")
 
 

@@ -254,10 +254,15 @@ class FileModel:
 
     def _router(self, trunk: Trunk, at: str) -> Router:
         facts, family = self.facts, self.facts.family
-        name = correction_of(trunk, at)
+        name, weight = correction_of(trunk, at), f"{at}.ffn_gate_inp.weight"
         correction = None if name is None else trunk.numbers(name)
-        if correction is not None and np.isnan(correction).any():
-            raise ConfigError(f"{name} has values that are no numbers; download the file again")
+        for tensor in filter(None, (name, weight)):
+            # An expert whose score is none would be chosen always by torch, and never here.
+            values = trunk.numbers(tensor)
+            if values.dtype == np.float32 and np.isnan(values.sum()):
+                raise ConfigError(
+                    f"{tensor} has values that are no numbers; download the file again"
+                )
         num_groups, num_kept = facts.groups
         return Router(
             trunk.linear(f"{at}.ffn_gate_inp"),

@@ -134,10 +134,7 @@ def write(arguments: argparse.Namespace) -> None:
         weights: dict[str, np.ndarray] = {}
         for leaf, tensor in layer.state_dict().items():
             if "mlp.experts." not in leaf:
-                values = tensor.float().numpy()
-                if known.shift and leaf.endswith("norm.weight") and "linear_attn." not in leaf:
-                    values = values + np.float32(1)
-                weights |= known.of_layer(leaf, values, config)
+                weights |= known.of_layer(leaf, tensor.float().numpy(), config)
         for name, kind, shape in layer_shapes(arguments, config, index):
             own = name.removeprefix(f"blk.{index}.")
             if own in weights:

@@ -1,7 +1,6 @@
 """What follows attention: the router's choice, experts' sums, the feed-forward of all tokens."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t
-from libc.string cimport memcpy
 
 from moecache.decoding._bound cimport Layer
 from moecache.decoding._steps cimport mc_add, mc_route, mc_scale, mc_softmax, mc_top
@@ -55,12 +54,11 @@ cdef void add_forward(Workspace w, const Layer *layer) noexcept nogil:
         job.num_tokens, job.top_k, job.columns = num, w.top_k, w.expert_size
         job.weights.data, job.weights.type = <uint8_t *>w.weights, MC_X_F32
         job.weights.row_bytes = w.top_k * 4
-        job.out.data, job.out.type = <uint8_t *>w.added, MC_X_F32
-        job.out.row_bytes = w.expert_size * 4
+        # What they were given is not looked at again.
+        job.out.data = <uint8_t *>(w.given if layer.latent_up.is_there else w.added)
+        job.out.type, job.out.row_bytes = MC_X_F32, w.expert_size * 4
         run_sum(&job)
         if layer.latent_up.is_there:
-            # What they were given is not looked at again.
-            memcpy(w.given, w.added, <size_t>(num * w.expert_size) * sizeof(float))
             w.multiply(&layer.latent_up, w.given, num, w.added)
         if layer.is_beside:
             norm_parts(&layer.experts_out, w.added, all)

@@ -245,13 +245,13 @@ static inline void mc_scan_item(void *job, int64_t item)
     }
 }
 
-/* x[row] *= gate[row], of rows that are steps apart. */
+/* out[row] = x[row] * gate[row], of rows that are steps apart; `out` may be `x`. */
 static inline void mc_multiply_rows(
-    float *x, int64_t step, const float *gate, int64_t gate_step, int64_t num, int64_t width)
+    const float *x, const float *gate, int64_t step, float *out, int64_t out_step, int64_t num, int64_t width)
 {
-    for (int64_t t = 0; t < num; t++, x += step, gate += gate_step)
+    for (int64_t t = 0; t < num; t++, x += step, gate += step, out += out_step)
         for (int64_t i = 0; i < width; i++)
-            x[i] *= gate[i];
+            out[i] = x[i] * gate[i];
 }
 
 #endif

@@ -61,5 +61,6 @@ cdef extern from "_linear.h" nogil:
     void mc_delta_item(void *job, int64_t item)
     void mc_scan_item(void *job, int64_t item)
     void mc_multiply_rows(
-        float *x, int64_t step, const float *gate, int64_t gate_step, int64_t num, int64_t width
+        const float *x, const float *gate, int64_t step, float *out, int64_t out_step,
+        int64_t num, int64_t width
     )

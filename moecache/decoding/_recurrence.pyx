@@ -139,12 +139,10 @@ cdef void _space(Workspace w, Context c, const Layer *layer, mc_linear *job) noe
 
 cdef void _short(Workspace w, Context c, const Layer *layer, mc_linear *job) noexcept nogil:
     """Write what a convolution between two gates makes of the rows to `mixed`."""
-    cdef int64_t hidden = w.hidden_size, num = w.num_rows, i
+    cdef int64_t hidden = w.hidden_size, num = w.num_rows, all = 3 * hidden
     cdef float *x = w.queries + 2 * hidden
     w.multiply(&layer.query, w.normed, num, w.queries)
-    mc_multiply_rows(x, 3 * hidden, w.queries, 3 * hidden, num, hidden)
-    job.mixed, job.mixed_step = x, 3 * hidden
+    mc_multiply_rows(x, w.queries, all, x, all, num, hidden)
+    job.mixed, job.mixed_step = x, all
     _convolve(w, c, job)
-    for i in range(num):
-        memcpy(w.mixed + i * hidden, x + i * 3 * hidden, <size_t>hidden * sizeof(float))
-    mc_multiply_rows(w.mixed, hidden, w.queries + hidden, 3 * hidden, num, hidden)
+    mc_multiply_rows(x, w.queries + hidden, all, w.mixed, hidden, num, hidden)

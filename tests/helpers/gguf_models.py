@@ -137,9 +137,8 @@ class GgufModel:
         tied = model.config.tie_word_embeddings
         for name, parameter in model.state_dict().items():
             values = parameter.float().numpy()
-            if self.shift and name.endswith("norm.weight") and ".linear_attn." not in name:
-                values = values + np.float32(1)
             if ".layers." not in name:
+                values = self._shifted(name, values)
                 stem, _, kind = name.removeprefix("model.").rpartition(".")
                 if not (tied and stem == "lm_head"):
                     leaf = f"{stem}.{kind}"
@@ -153,6 +152,7 @@ class GgufModel:
 
     def of_layer(self, leaf: str, values: np.ndarray, config: Any) -> Tensors:
         """Return the tensors of a layer's parameter, by names without the layer's."""
+        values = self._shifted(leaf, values)
         changed = self.change(leaf, values, config) if self.change else None
         if changed is None:
             changed = _experts(leaf, values)
@@ -161,6 +161,10 @@ class GgufModel:
         names = {**_LAYER, **self.names}
         stem, _, kind = leaf.rpartition(".")
         return {names[leaf] if leaf in names else f"{names[stem]}.{kind}": values}
+
+    def _shifted(self, name: str, values: np.ndarray) -> np.ndarray:
+        is_moved = self.shift and name.endswith("norm.weight") and "linear_attn." not in name
+        return values + np.float32(1) if is_moved else values
 
     def publish(self, tensors: Tensors) -> Tensors:
         """Return a checkpoint's tensors as published ones have them, of those of transformers."""

@@ -98,6 +98,8 @@ class Facts:
     num_experts, top_k : int
     rank : int or None
         Numbers of a latent that keys and values are made of.
+    latent_size : int or None
+        Numbers of the latents that experts are given, if they are.
     low_rank : int or None
         Numbers that queries are made of, if there are some between.
     linear : LinearSizes or None
@@ -116,6 +118,7 @@ class Facts:
             "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
         )
         self.rank: int | None = settings.get("kv_lora_rank")
+        self.latent_size: int | None = settings.get("moe_latent_size")
         self.low_rank: int | None = settings.get("q_lora_rank")
         self.linear = _linear_sizes(settings)
         # Rotations, by the kind of layer, or of all of them.
@@ -185,7 +188,7 @@ class Facts:
     @property
     def expert_size(self) -> int:
         """Numbers of an expert's input."""
-        return int(self.settings.get("moe_latent_size") or self.hidden_size)
+        return self.latent_size or self.hidden_size
 
     @property
     def dense_width(self) -> int:
@@ -218,7 +221,7 @@ class Facts:
     @property
     def needs_correction(self) -> bool:
         """Whether a router's scores have a correction: other families' are zeros in some files."""
-        return bool(self.settings.get("use_expert_bias", self.family.is_single))
+        return bool(self.settings.get("use_expert_bias", self.known.has_correction))
 
     @property
     def is_normalized(self) -> bool:

@@ -31,6 +31,8 @@ class Known:
         How experts' gates are computed: options of `SlotKernel`.
     has_gates : bool
         Whether feed-forwards have gates; else they are down(act(up(x))).
+    has_correction : bool
+        Whether scores of experts have a correction; else zeros stand for one that a file lacks.
     has_expert_biases : bool
         Whether experts and their router have biases.
     scale : float, optional
@@ -46,15 +48,10 @@ class Known:
     has_out_bias: bool = True
     gate: Mapping[str, Any] = field(default_factory=dict)
     has_gates: bool = True
+    has_correction: bool = False
     has_expert_biases: bool = False
     scale: float | None = None
     is_tiled: bool = False
-
-    @property
-    def activation(self) -> str:
-        """Activation of feed-forwards of all tokens."""
-        found: str = self.gate.get("activation", "silu")
-        return "silu" if found == "swiglu" else found
 
     def find(self, said: Metadata) -> Architecture:
         """Return the architecture that a file is of."""
@@ -91,7 +88,12 @@ KNOWN: Mapping[str, Known] = {
     "lfm2moe": Known(_lfm2.LFM2MOE, out_norm="token_embd_norm", head_norms="each"),
     "llama": Known(_softmax.MIXTRAL),
     "minimax-m2": Known(_sigmoid.MINIMAX_M2, head_norms="all"),
-    "nemotron_h_moe": Known(_mamba.NEMOTRON_H_MOE, gate={"activation": "relu2"}, has_gates=False),
+    "nemotron_h_moe": Known(
+        _mamba.NEMOTRON_H_MOE,
+        gate={"activation": "relu2"},
+        has_gates=False,
+        has_correction=True,
+    ),
     "olmoe": Known(_softmax.OLMOE, head_norms="all"),
     "qwen2moe": Known(_softmax.QWEN2MOE, has_out_bias=False),
     "qwen35moe": Known(

@@ -93,11 +93,9 @@ class StatesCache(TextCache):
 
     def restore(self, pages: Sequence[Page]) -> None:
         """Put the positions of pages that `fits` behind none, up to the last that has states."""
-        if not self._num_stateful:
-            super().restore(pages)
-            return
         num_layers = len(self.sizes)
-        places = [place for place, page in enumerate(pages) if len(page) > num_layers]
+        whole = num_layers + self._num_stateful
+        places = [place for place, page in enumerate(pages) if len(page) == whole]
         if not places:
             return
         found = pages[: places[-1] + 1]

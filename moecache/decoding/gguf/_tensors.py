@@ -198,7 +198,7 @@ def _experts(facts: Facts, at: str, found: Shapes) -> Wanted:
     if facts.family.is_beside:
         yield f"{at}.ffn_gate_inp.scale", (hidden,)
         yield f"{at}.ffn_down_exps.scale", (count,)
-    if facts.settings.get("moe_latent_size"):
+    if facts.latent_size:
         yield f"{at}.ffn_latent_down.weight", (facts.expert_size, hidden)
         yield f"{at}.ffn_latent_up.weight", (hidden, facts.expert_size)
     correction = correction_of(found, at)

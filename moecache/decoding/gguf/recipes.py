@@ -219,7 +219,7 @@ class FileModel:
         elif has_forward:
             number, kernel = kernel_of(block)
             experts, router = kernel.experts, self._router(trunk, at)
-            if facts.settings.get("moe_latent_size"):
+            if facts.latent_size:
                 down, up = (trunk.linear(f"{at}.ffn_latent_{one}") for one in ("down", "up"))
                 latents = down, up
             if facts.family.is_beside:
@@ -290,7 +290,7 @@ class FileModel:
             trunk.linear(gate) if known.has_gates else None,
             trunk.linear(up),
             trunk.linear(down),
-            known.activation,
+            known.gate.get("activation", "silu"),
             trunk.linear(f"{at}.ffn_gate_inp{suffix}") if has_weight else None,
         )
 

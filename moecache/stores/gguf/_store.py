@@ -199,7 +199,7 @@ class GgufStore(CheckpointStore):
     def _kinds(self) -> dict[str, Any]:
         """Return the kinds of layers, and the most heads of keys, if some layers have none."""
         heads = self.metadata.get(f"{self.architecture}.attention.head_count_kv")
-        found: dict[str, Any] = {"mamba_num_heads": 1}
+        found: dict[str, Any] = {}
         if isinstance(heads, list) and heads and all(type(number) is int for number in heads):
             found["num_key_value_heads"] = max(heads)
         layers = range(min(self._number("block_count"), _MOST_LAYERS))
@@ -211,8 +211,8 @@ class GgufStore(CheckpointStore):
                 kinds[layer] = "hybrid" if has_keys else "linear_attention"
             elif not has_keys:
                 kinds[layer] = "moe"
-        if len(set(kinds)) > 1:
-            found["layer_types"] = kinds
+        if set(kinds) != {"full_attention"}:
+            found |= {"layer_types": kinds, "mamba_num_heads": 1}
         return found
 
     def _number(self, key: str) -> int:

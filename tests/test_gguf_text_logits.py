@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.gguf.opening import open_text_model
+from moecache.decoding.text_cache import TextCache
 from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
 from tests.helpers.gguf_texts import QUANTIZED, parts_of
 

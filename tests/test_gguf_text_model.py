@@ -13,9 +13,10 @@ import pytest
 
 from moecache import kernels
 from moecache.decoding.gguf.continuing import continue_text, open_prefixes
-from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
+from moecache.decoding.gguf.model import TextModel
 from moecache.decoding.gguf.opening import open_text_model
 from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.program_model import PROMPT_TOKENS
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, MoeCacheError, StoreError
@@ -81,7 +82,7 @@ def test_a_prompt_longer_than_a_part_is_read_in_parts(
     """The same bits; who asks is told how far it is."""
     assert PROMPT_TOKENS == 512
     wanted = model.read(IDS, model.new_cache())
-    monkeypatch.setattr("moecache.decoding.gguf.model.PROMPT_TOKENS", 18)
+    monkeypatch.setattr("moecache.decoding.program_model.PROMPT_TOKENS", 18)
     told: list[int] = []
     assert np.array_equal(model.read(IDS, model.new_cache(), told.append), wanted)
     assert told == sorted(told)

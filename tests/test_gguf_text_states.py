@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.decoding.gguf._states import STATE_TOKENS
 from moecache.decoding.gguf.continuing import open_prefixes
-from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
+from moecache.decoding.gguf.model import TextModel
 from moecache.decoding.gguf.opening import open_text_model
 from moecache.decoding.gguf.recipes import FileModel
+from moecache.decoding.program_model import PROMPT_TOKENS
+from moecache.decoding.states_cache import STATE_TOKENS
 from moecache.errors import StoreError
 from moecache.sizing.headroom import Headroom, headroom, kv_bytes_per_token, states_per_text
 from moecache.stores import GgufStore, open_store

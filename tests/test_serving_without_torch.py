@@ -25,13 +25,13 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("gguf")
 
 from moecache.decoding.gguf import TextModel, open_text_model
-from moecache.decoding.gguf._keys_values import TextCache
 from moecache.decoding.gguf.continuing import continue_text, open_prefixes, sampling_of
-from moecache.decoding.gguf.text import Text
-from moecache.decoding.gguf.together import Together
 from moecache.decoding.gguf.tokenizer import FileTokenizer, read_tokenizer
+from moecache.decoding.program_texts import ProgramTexts
 from moecache.decoding.sampler import Sampler
 from moecache.decoding.streams import TextStream, TokenTimes
+from moecache.decoding.text import Text
+from moecache.decoding.text_cache import TextCache
 from moecache.errors import ConfigError, StoreError
 from tests.helpers.gguf_texts import write_text_file
 from tests.helpers.pages import run_child
@@ -236,15 +236,15 @@ def made(model: TextModel, prompt: list[int], num: int = 12, **given: Any) -> Te
     return Text(model, prompt, sampler, TokenTimes(), max_new_tokens=num, **given)
 
 
-def side_by_side(model: TextModel, texts: list[Text]) -> Together:
+def side_by_side(model: TextModel, texts: list[Text]) -> ProgramTexts:
     """Return texts that go on together."""
-    together = Together(model)
+    together = ProgramTexts(model)
     for text in texts:
         together.add(text)
     return together
 
 
-def go_on(together: Together, until: Callable[[], bool]) -> list[Text]:
+def go_on(together: ProgramTexts, until: Callable[[], bool]) -> list[Text]:
     """Advance until something holds; return the texts that are over."""
     over = list[Text]()
     for _ in range(1000):
@@ -275,7 +275,7 @@ def test_who_begins_alike_does_not_read_it_again(model: TextModel) -> None:
     )
     first.read(16)
     assert [text.will_find(first) for text in (second, small)] == [True, False]
-    together = Together(model)
+    together = ProgramTexts(model)
     for text in (steps, second, first, small):
         together.add(text)
     go_on(together, lambda: not any(text.is_reading for text in (first, second, small)))
@@ -499,7 +499,7 @@ def test_a_text_that_nobody_wants_ends_in_its_prompt(model: TextModel) -> None:
     prefixes = open_prefixes(model, 2**24)
     prompt = list(range(1, 200)) + list(range(1, 200))
     unwanted, other = made(model, prompt, prefixes=prefixes), made(model, PROMPTS[0])
-    together = Together(model)
+    together = ProgramTexts(model)
     together.add(other)
     go_on(together, lambda: len(other.streamer.tokens) == 1)
     together.add(unwanted)

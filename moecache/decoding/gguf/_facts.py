@@ -59,12 +59,6 @@ class LinearSizes(NamedTuple):
     is_space: bool = False
 
     @property
-    def state(self) -> tuple[int, int, int]:
-        """Shape of the heads' states."""
-        last = self.width, self.value_width
-        return self.num_heads, *(last[::-1] if self.is_space else last)
-
-    @property
     def values(self) -> int:
         """Numbers of all heads' values."""
         return self.num_heads * self.value_width

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 import moecache
-from moecache.decoding.gguf._states import STATE_TOKENS
 from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.gguf.text import Text
-from moecache.decoding.prefixes import PAGE_TOKENS, PART_TOKENS, PrefixCache, describe_files
+from moecache.decoding.prefixes import PrefixCache, describe_files
 from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
+from moecache.decoding.text import Text, keep_pages
 from moecache.errors import ConfigError
 from moecache.kernels import level
 
@@ -139,13 +138,7 @@ def open_prefixes(
         # What angles are computed by, and all else.
         "machine": [np.__version__, level()],
     }
-    has_states = model.has_states
-    return PrefixCache(
-        hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).digest(),
-        STATE_TOKENS if has_states else PAGE_TOKENS,
-        max_bytes,
-        part_tokens=None if has_states else PART_TOKENS,
-        num_plain=len(model.new_cache().sizes) if has_states else None,
-        directory=directory,
-        max_disk_bytes=max_disk_bytes,
+    identity = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).digest()
+    return keep_pages(
+        model, identity, max_bytes, directory=directory, max_disk_bytes=max_disk_bytes
     )

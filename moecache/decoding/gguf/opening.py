@@ -4,9 +4,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
+from moecache.decoding.gguf.model import TextModel
 from moecache.decoding.gguf.recipes import FileModel
 from moecache.decoding.gguf.trunk import Trunk
+from moecache.decoding.program_model import PROMPT_TOKENS
 from moecache.errors import ConfigError
 from moecache.runtime.open import open as open_runtime
 from moecache.stores import GgufStore, open_store

@@ -8,11 +8,11 @@ import numpy as np
 
 from moecache.decoding.gguf.continuing import prompt_of, sampling_of
 from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.gguf.text import Text
-from moecache.decoding.gguf.together import Together
 from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.program_texts import ProgramTexts
 from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
+from moecache.decoding.text import Text
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.telemetry import RuntimeStats
 
@@ -96,6 +96,6 @@ class Served:
             name=next(self._names),
         )
 
-    def together(self) -> Together:
+    def together(self) -> ProgramTexts:
         """Return what goes on with texts side by side."""
-        return Together(self.model)
+        return ProgramTexts(self.model)

@@ -1,14 +1,16 @@
 """What layers with states hold of one text, beside the keys and values of others."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from moecache.decoding._held import KeyValues, States
-from moecache.decoding.gguf._facts import LinearSizes
-from moecache.decoding.gguf._keys_values import TextCache
+from moecache.decoding.attending import Attending, Attention, LatentAttention, Stateful
 from moecache.decoding.prefixes import Page
+from moecache.decoding.recipe import Recipe
+from moecache.decoding.text_cache import DTYPES, TextCache
 from moecache.interrupts import uninterrupted
 from moecache.sizing.headroom import STATE_PLACES
 
@@ -18,7 +20,7 @@ STATE_TOKENS = 64
 
 
 class StatesCache(TextCache):
-    """Keys and values of a text, and the states of layers that have these instead, in float32.
+    """Keys and values of a text, and the states of layers that have these instead.
 
     A call reads the states of the text so far, and writes the next ones beside them: one that fails
     leaves the text as it was. A page has keys and values of the other layers, and behind them the
@@ -28,22 +30,34 @@ class StatesCache(TextCache):
     ----------
     kinds : sequence of str
         Of each layer what it holds: "keys" (and values), "states", or "", nothing.
-    linear : LinearSizes
+    stateful : LinearAttention, StateSpace or ShortConvolution, optional
+        A layer that holds states; all of them are alike. `None` if there is none.
     held : sequence of (int, int, int)
         Of the other layers, as `TextCache` has it.
+    kind : {"bf16", "f32"}
+        Of keys and values.
+    seen_kind : {"bf16", "f32"}
+        Of rows that convolutions see; heads' states are float32.
     name : int, optional
     """
 
     def __init__(
         self,
         kinds: Sequence[str],
-        linear: LinearSizes,
+        stateful: Stateful | None,
         held: Sequence[tuple[int, int, int]],
+        kind: str = "bf16",
+        seen_kind: str = "f32",
         name: int | None = None,
     ) -> None:
-        super().__init__(held, name)
-        self._kinds, self._linear = tuple(kinds), linear
-        self._num_stateful = self._kinds.count("states")
+        super().__init__(held, kind, name)
+        self._kinds, self._seen_kind = tuple(kinds), seen_kind
+        num = self._num_stateful = self._kinds.count("states")
+        kernel, channels = (1, 0) if stateful is None else stateful.conv.shape
+        state = (1, 0, 0) if stateful is None else stateful.state
+        # Of four dimensions, as keys and values.
+        self._seen_shape: tuple[int, ...] = num, 1, 1, kernel - 1, channels
+        self._state_shape: tuple[int, ...] = num, 1, *state
         # Of each layer the rows that a convolution sees and the heads' states, in three places:
         # two that are read and written in turns, and that of what is saved.
         self._seen = self._held = _NOTHING
@@ -83,11 +97,12 @@ class StatesCache(TextCache):
         """Return whether a page is of such keys and values, and states."""
         num_layers = len(self.sizes)
         states = page[num_layers:]
-        shapes = [shape[1:] for shape in self._state_shapes()]
+        shapes = self._seen_shape[1:], self._state_shape[1:]
+        dtypes = DTYPES[self._seen_kind], np.dtype(np.float32)
         return super().fits(page[:num_layers]) and all(
             len(states) in (0, self._num_stateful)
-            and tuple(part.shape for part in parts) == tuple(shapes)
-            and all(part.dtype == np.float32 for part in parts)
+            and tuple(part.shape for part in parts) == shapes
+            and tuple(part.dtype for part in parts) == dtypes
             for parts in states
         )
 
@@ -113,22 +128,18 @@ class StatesCache(TextCache):
 
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
-        states = STATE_PLACES * self._num_stateful * self._linear.nbytes
-        return super().growth_bytes(num_new) + (states if self._states is None else 0)
-
-    def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        linear, num = self._linear, self._num_stateful
-        # Of four dimensions, as keys and values.
-        seen = (num, 1, 1, linear.kernel - 1, linear.channels)
-        return seen, (num, 1, *linear.state)
+        size = DTYPES[self._seen_kind].itemsize
+        states = size * math.prod(self._seen_shape) + 4 * math.prod(self._state_shape)
+        grown = 0 if self._states is not None else STATE_PLACES * states
+        return super().growth_bytes(num_new) + grown
 
     def _all_states(self) -> tuple[list[States], list[States]]:
         """Return the layers' states, by which of the two places is read."""
         if self._states is None:
-            seen, held = (
-                np.zeros((STATE_PLACES, *shape), np.float32) for shape in self._state_shapes()
-            )
-            linear = self._linear
+            kind, rows = self._seen_kind, self._seen_shape[3:]
+            seen = np.zeros((STATE_PLACES, *self._seen_shape), DTYPES[kind])
+            held = np.zeros((STATE_PLACES, *self._state_shape), np.float32)
+            size = seen.itemsize
 
             def page(layer: int, turn: int) -> States:
                 places = (turn, 1 - turn, 2)
@@ -138,9 +149,9 @@ class StatesCache(TextCache):
                     read,
                     written,
                     saved,
-                    "f32",
-                    (1, linear.kernel - 1, linear.channels),
-                    (0, 4 * linear.channels, 4),
+                    kind,
+                    (1, *rows),
+                    (0, size * rows[1], size),
                     state,
                     next_state,
                     saved_state,
@@ -152,3 +163,30 @@ class StatesCache(TextCache):
             first, second = ([page(layer, turn) for layer in layers] for turn in (0, 1))
             self._seen, self._held, self._states = seen, held, (first, second)
         return self._states
+
+
+def empty_cache(
+    recipe: Recipe, kind: str = "bf16", seen_kind: str = "f32", name: int | None = None
+) -> TextCache:
+    """Return a cache for a text of a recipe's, which has no token yet.
+
+    Parameters
+    ----------
+    recipe : Recipe
+    kind, seen_kind : {"bf16", "f32"}
+        Of keys and values, and of rows that convolutions see.
+    name : int, optional
+        Of the text, if there are others beside it.
+    """
+    found = [layer.attention for layer in recipe.layers]
+    held = [one.held for one in found if isinstance(one, Attention | LatentAttention)]
+    if len(held) == len(found):
+        return TextCache(held, kind, name)
+    stateful = next((one for one in found if isinstance(one, Stateful)), None)
+    return StatesCache([_kind(one) for one in found], stateful, held, kind, seen_kind, name)
+
+
+def _kind(attending: Attending | None) -> str:
+    if attending is None:
+        return ""
+    return "states" if isinstance(attending, Stateful) else "keys"

@@ -1,20 +1,22 @@
-"""Text: a prompt that a file's model reads in parts, then a token after another."""
+"""Text: a prompt that a program's model reads in parts, then a token after another."""
 
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
-from moecache.decoding.gguf._keys_values import TextCache
-from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.prefixes import PAGE_TOKENS, PART_TOKENS, PrefixCache
+from moecache.decoding.program_model import ProgramModel
 from moecache.decoding.sampler import Mask, Sampler, next_token
+from moecache.decoding.states_cache import STATE_TOKENS
 from moecache.decoding.streams import TokenTimes
+from moecache.decoding.text_cache import TextCache
 
 
 class Text:
-    """A text of a model of a GGUF file.
+    """A text of a model that a program computes.
 
     Its pages are kept however it ends, by `forget`, those of its answer, too: a token's keys and
     values are the same, however it was read. A call that fails leaves the text where it was; it may
@@ -22,7 +24,7 @@ class Text:
 
     Parameters
     ----------
-    model : TextModel
+    model : ProgramModel
     prompt : sequence of int
     sampler : Sampler
     streamer : TokenTimes
@@ -57,7 +59,7 @@ class Text:
 
     def __init__(
         self,
-        model: TextModel,
+        model: ProgramModel,
         prompt: Sequence[int],
         sampler: Sampler,
         streamer: TokenTimes,
@@ -78,7 +80,8 @@ class Text:
         self._sampler, self._mask = sampler, mask
         # Tokens that another text, which reads them, will have kept.
         self._shared: weakref.WeakKeyDictionary[Text, int] = weakref.WeakKeyDictionary()
-        self._num_left = min(max_new_tokens, model.check_room(self._num_prompt))
+        room = model.check_room(self._num_prompt)
+        self._num_left = max_new_tokens if room is None else min(max_new_tokens, room)
         streamer.put(np.array([self._tokens]))
 
     @property
@@ -202,3 +205,38 @@ class Text:
                     prefixes.keep(self._tokens[:end], [cache.page(begin, end)], in_parts=True)
         # Behind it: what an interrupt cut is kept when the text is over.
         self._num_kept = num
+
+
+def keep_pages(
+    model: ProgramModel,
+    identity: bytes,
+    max_bytes: int,
+    *,
+    directory: Path | None = None,
+    max_disk_bytes: int = 0,
+) -> PrefixCache:
+    """Return a cache of texts' pages for a model.
+
+    Parameters
+    ----------
+    model : ProgramModel
+    identity : bytes
+        All that a page's bits depend on beside its tokens.
+    max_bytes, directory, max_disk_bytes
+        As `PrefixCache` takes them.
+
+    Raises
+    ------
+    StoreError
+        If the directory cannot be used.
+    """
+    has_states = model.has_states
+    return PrefixCache(
+        identity,
+        STATE_TOKENS if has_states else PAGE_TOKENS,
+        max_bytes,
+        part_tokens=None if has_states else PART_TOKENS,
+        num_plain=len(model.new_cache().sizes) if has_states else None,
+        directory=directory,
+        max_disk_bytes=max_disk_bytes,
+    )

@@ -2,23 +2,27 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from moecache.decoding._held import KeyValues, States
 from moecache.decoding.prefixes import Page, num_positions
 
+# Of arrays: NumPy has no bfloat16 of its own.
+DTYPES: dict[str, np.dtype[Any]] = {"bf16": np.dtype(np.uint16), "f32": np.dtype(np.float32)}
 # Positions that memory grows by, at least.
 _STEP = 256
 
 
 class TextCache:
-    """Keys and values of a text, in bfloat16.
+    """Keys and values of a text.
 
     Parameters
     ----------
     held : sequence of (int, int, int)
         Of each layer: heads, and numbers of a key and of a value.
+    kind : {"bf16", "f32"}
     name : int, optional
         Of the text, if there are others beside it.
 
@@ -30,16 +34,16 @@ class TextCache:
         What was given as `held`.
     """
 
-    _kind, _dtype = "bf16", np.dtype(np.uint16)
-
     def __init__(
         self,
         held: Sequence[tuple[int, int, int]],
+        kind: str = "bf16",
         name: int | None = None,
     ) -> None:
         self.length = 0
         self.name = name
         self.sizes = tuple(held)
+        self._kind, self._dtype = kind, DTYPES[kind]
         self._capacity = 0
         # Of each layer, [heads, capacity, width] each.
         self._parts = self._allocated(0)

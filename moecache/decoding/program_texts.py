@@ -1,29 +1,29 @@
-"""Together: several texts of a file's model that go on side by side."""
+"""ProgramTexts: several texts of a program's model that go on side by side."""
 
 import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from moecache.decoding.gguf.model import PROMPT_TOKENS, TextModel
-from moecache.decoding.gguf.text import Text
 from moecache.decoding.prefixes import PAGE_TOKENS
+from moecache.decoding.program_model import PROMPT_TOKENS, ProgramModel
 from moecache.decoding.streams import Stopped
+from moecache.decoding.text import Text
 from moecache.decoding.together import TextsTogether
 
 
-class Together(TextsTogether[Text]):
-    """Goes on with several texts of a model of a GGUF file.
+class ProgramTexts(TextsTogether[Text]):
+    """Goes on with several texts of a model that a program computes.
 
     Prompts take turns; short ones go through the model together, so that an expert is read once
     for them.
 
     Parameters
     ----------
-    model : TextModel
+    model : ProgramModel
     """
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: ProgramModel) -> None:
         super().__init__()
         self._model = model
 

@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +112,29 @@ def child(text: str) -> None:
     kernels.use_threads(task["threads"])
     import torch
 
-    from moecache.integrations.transformers import load
-    from moecache.integrations.transformers.prompts import SPAN_PAGES
-    from moecache.integrations.transformers.reading import PromptReader, open_prefixes
+    from moecache.decoding.sampler import Sampler, Sampling
+    from moecache.decoding.streams import TokenTimes
+    from moecache.integrations.transformers import generation, load
+    from moecache.integrations.transformers.reading import open_prefixes
+
+    class Given(Sampler):
+        """Takes the tokens that an answer is given, and keeps the logits after the prompt."""
+
+        def __init__(self, answer: list[int]) -> None:
+            super().__init__(Sampling())
+            self.answer, self.first = iter(answer), np.zeros(0, np.float32)
+
+        def draw(self, logits: np.ndarray, _mask: np.ndarray | None = None) -> int:
+            if not self.first.size:
+                self.first = logits.copy()
+            return next(self.answer)
 
     torch.set_num_threads(task["threads"])
     kept = 0 if task["way"] == WAYS[0] else task["prefix_memory"]
     model = load(task["model"], task["memory"], compute="fast", prefix_memory=kept)
     with model.moecache, torch.no_grad():
+        # An answer ends where it is told to.
+        model.generation_config.eos_token_id = None
         prefixes = None
         if task["way"] != WAYS[0]:
             in_files = task["way"] in WAYS[2:]
@@ -132,33 +146,32 @@ def child(text: str) -> None:
             )
         tokens = _tokens(task["prompt_tokens"], 0)
         found: dict[str, Any] = {"turns": [], "digests": []}
-        reader = None
         for turn in range(task["turns"]):
-            # As in a server: what the last answer knew is gone before the next prompt comes.
-            del reader
-            before = model.moecache.stats()
-            start = time.perf_counter()
-            reader = PromptReader(model, tokens, prefixes)
-            logits = None
-            while logits is None:
-                logits = reader.advance(SPAN_PAGES)
-            seconds = time.perf_counter() - start
-            spent = model.moecache.stats() - before
-            digest = hashlib.blake2b(logits.float().numpy().tobytes(), digest_size=16)
+            answer = _tokens(task["new_tokens"], 1000 + turn)
+            sampler, before, read = Given(answer), model.moecache.stats(), []
+            times = TokenTimes(
+                lambda before=before, read=read: read.append(
+                    (model.moecache.stats() - before).bytes_read
+                )
+            )
+            generation.continue_tokens(
+                model,
+                torch.tensor([tokens]),
+                times,
+                max_new_tokens=len(answer),
+                prefixes=prefixes,
+                make_sampler=lambda *_, sampler=sampler: sampler,
+            )
+            digest = hashlib.blake2b(sampler.first.tobytes(), digest_size=16)
             found["digests"].append(digest.hexdigest())
             found["turns"].append(
                 {
                     "tokens": len(tokens),
-                    "known": reader.num_cached,
-                    "seconds": seconds,
-                    "bytes_read": spent.bytes_read,
+                    "known": times.cached_tokens,
+                    "seconds": times.prefill_s,
+                    "bytes_read": read[0],
                 }
             )
-            answer = _tokens(task["new_tokens"], 1000 + turn)
-            for token in answer:
-                model(
-                    input_ids=torch.tensor([[token]]), past_key_values=reader.cache, use_cache=True
-                )
             tokens = [*tokens, *answer, *_tokens(task["turn_tokens"], 1 + turn)]
         if prefixes is not None:
             prefixes.close()

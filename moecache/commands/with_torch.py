@@ -58,7 +58,7 @@ class LoadedTexts:
 
     def new_mask(self, grammar: Any) -> Mask:
         """Return what keeps a text within a grammar."""
-        from moecache.integrations.transformers.continuing import ends_of
+        from moecache.integrations.transformers._loops import ends_of
         from moecache.serving.grammars import Grammars
 
         width = self.model.config.get_text_config().vocab_size

@@ -74,6 +74,8 @@ class PrefixCache:
         Of memory.
     part_tokens : int, optional
         A divisor of `page_tokens`, which it is by default.
+    way : str, default ""
+        What makes the pages, where there are several ways.
     num_plain : int, optional
         Layers of pages that have no states, if a text goes on only behind a page that has some.
     directory : Path, optional
@@ -94,13 +96,14 @@ class PrefixCache:
         max_bytes: int,
         *,
         part_tokens: int | None = None,
+        way: str = "",
         num_plain: int | None = None,
         directory: Path | None = None,
         max_disk_bytes: int = 0,
     ) -> None:
         self.page_tokens = page_tokens
         self.part_tokens = part_tokens or page_tokens
-        self.max_bytes = max_bytes
+        self.max_bytes, self.way = max_bytes, way
         self._num_plain = num_plain
         self._root = hashlib.blake2b(identity, digest_size=_DIGEST_BYTES).digest()
         self._files = None if directory is None else PageFiles(directory, max_disk_bytes)

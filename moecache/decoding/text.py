@@ -14,6 +14,11 @@ from moecache.decoding.states_cache import STATE_TOKENS
 from moecache.decoding.streams import TokenTimes
 from moecache.decoding.text_cache import TextCache
 
+# Names of texts are numbers of 32 bits, each as good as new when it comes again.
+NUM_NAMES = 1 << 30
+# Pages that programs make.
+PROGRAM = "program"
+
 
 class Text:
     """A text of a model that a program computes.
@@ -33,7 +38,7 @@ class Text:
     mask : Mask, optional
         Which tokens may come.
     prefixes : PrefixCache, optional
-        Pages of earlier texts, as `open_prefixes` gives it.
+        Pages of earlier texts, as `keep_pages` gives it.
     name : int, optional
         Of the text, if others go on beside it.
 
@@ -138,7 +143,9 @@ class Text:
         num = self._begun().length
         self.streamer.read(num)
         if num == self._num_prompt:
-            self.take(logits)
+            self.is_over = self._num_left < 1
+            if not self.is_over:
+                self.take(logits)
         elif self._prefixes is not None:
             # Whole pages: who begins alike waits for them.
             size = self._prefixes.page_tokens
@@ -236,7 +243,59 @@ def keep_pages(
         STATE_TOKENS if has_states else PAGE_TOKENS,
         max_bytes,
         part_tokens=None if has_states else PART_TOKENS,
+        way=PROGRAM,
         num_plain=len(model.new_cache().sizes) if has_states else None,
         directory=directory,
         max_disk_bytes=max_disk_bytes,
     )
+
+
+def continue_text(
+    model: ProgramModel,
+    prompt: Sequence[int],
+    sampler: Sampler,
+    stream: TokenTimes,
+    *,
+    max_new_tokens: int,
+    mask: Mask | None = None,
+    prefixes: PrefixCache | None = None,
+) -> None:
+    """Generate tokens until the model ends its text, `max_new_tokens` are there, or no room is.
+
+    Parameters
+    ----------
+    model : ProgramModel
+    prompt : sequence of int
+    sampler : Sampler
+    stream : TokenTimes
+        Gets the prompt, each token, and the end.
+    max_new_tokens : int
+    mask : Mask, optional
+        Which tokens may come.
+    prefixes : PrefixCache, optional
+        Pages of earlier texts, as `keep_pages` gives it. This one's are kept however it ends,
+        those of its answer, too: a token's keys and values are the same, however it was read.
+
+    Raises
+    ------
+    ConfigError
+        If the prompt leaves no room for a token.
+    Stopped
+        If the stream wants no more.
+    """
+    text = Text(
+        model,
+        prompt,
+        sampler,
+        stream,
+        max_new_tokens=max_new_tokens,
+        mask=mask,
+        prefixes=prefixes,
+    )
+    try:
+        text.read(len(prompt))
+        while not text.is_over:
+            text.step()
+    finally:
+        text.forget()
+    stream.end()

@@ -11,11 +11,12 @@ import numpy as np
 import moecache
 from moecache.decoding.gguf.model import TextModel
 from moecache.decoding.prefixes import PrefixCache, describe_files
-from moecache.decoding.sampler import Mask, Sampler, Sampling
-from moecache.decoding.streams import TokenTimes
-from moecache.decoding.text import Text, keep_pages
+from moecache.decoding.sampler import Sampling
+from moecache.decoding.text import continue_text, keep_pages
 from moecache.errors import ConfigError
 from moecache.kernels import level
+
+__all__ = ["continue_text", "open_prefixes", "prompt_of", "sampling_of"]
 
 
 def prompt_of(tokens: Sequence[int], num_tokens: int) -> np.ndarray:
@@ -60,57 +61,6 @@ def sampling_of(seed: int = 0, **given: Any) -> Sampling:
     drawn: dict[str, Any] = {"temperature": 0.0, "top_k": 50}
     drawn |= {name: value for name, value in given.items() if value is not None}
     return Sampling(seed=seed, **drawn)
-
-
-def continue_text(
-    model: TextModel,
-    prompt: Sequence[int],
-    sampler: Sampler,
-    stream: TokenTimes,
-    *,
-    max_new_tokens: int,
-    mask: Mask | None = None,
-    prefixes: PrefixCache | None = None,
-) -> None:
-    """Generate tokens until the model ends its text, `max_new_tokens` are there, or no room is.
-
-    Parameters
-    ----------
-    model : TextModel
-    prompt : sequence of int
-    sampler : Sampler
-    stream : TokenTimes
-        Gets the prompt, each token, and the end.
-    max_new_tokens : int
-    mask : Mask, optional
-        Which tokens may come.
-    prefixes : PrefixCache, optional
-        Pages of earlier texts, as `open_prefixes` gives it. This one's are kept however it ends,
-        those of its answer, too: a token's keys and values are the same, however it was read.
-
-    Raises
-    ------
-    ConfigError
-        If the prompt leaves no room for a token.
-    Stopped
-        If the stream wants no more.
-    """
-    text = Text(
-        model,
-        prompt,
-        sampler,
-        stream,
-        max_new_tokens=max_new_tokens,
-        mask=mask,
-        prefixes=prefixes,
-    )
-    try:
-        text.read(len(prompt))
-        while not text.is_over:
-            text.step()
-    finally:
-        text.forget()
-    stream.end()
 
 
 def open_prefixes(

@@ -12,12 +12,9 @@ from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.program_texts import ProgramTexts
 from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
-from moecache.decoding.text import Text
+from moecache.decoding.text import NUM_NAMES, Text
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.telemetry import RuntimeStats
-
-# Names of texts are numbers of 32 bits, each as good as new when it comes again.
-_NUM_NAMES = 1 << 30
 
 
 class Served:
@@ -37,7 +34,7 @@ class Served:
         self.num_tokens, self.ends = model.vocabulary, model.ends
         self.own_context: int | None = model.context
         self.bytes_per_token = model.bytes_per_token
-        self._names = itertools.cycle(range(_NUM_NAMES))
+        self._names = itertools.cycle(range(NUM_NAMES))
 
     def stats(self) -> RuntimeStats:
         """Return the runtime's counters."""

@@ -119,7 +119,7 @@ def _begins(some: torch.Tensor, held: torch.Tensor) -> bool:
 
 
 @dataclass
-class _Part:
+class Window:
     """The keys, or the values, of a window: `num` positions of a tensor, from `start` on."""
 
     held: torch.Tensor
@@ -134,11 +134,11 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     used up. All else is transformers' own, and replaces the tensors.
     """
 
-    _keys: _Part | None
-    _values: _Part | None
+    _keys: Window | None
+    _values: Window | None
 
     @property
-    def parts(self) -> tuple[_Part, ...]:
+    def parts(self) -> tuple[Window, ...]:
         """Keys and values, where there are some."""
         found = self.__dict__.get("_keys"), self.__dict__.get("_values")
         return tuple(part for part in found if part is not None and part.held.dim() == 4)
@@ -191,16 +191,16 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         self._values = _part(given)
 
 
-def _seen(part: _Part | None) -> torch.Tensor | None:
+def _seen(part: Window | None) -> torch.Tensor | None:
     if part is None or part.held.dim() != 4:
         return None if part is None else part.held
     return part.held[:, :, part.start : part.start + part.num]
 
 
-def _part(given: torch.Tensor | None) -> _Part | None:
+def _part(given: torch.Tensor | None) -> Window | None:
     if given is None:
         return None
-    return _Part(given, 0, given.shape[2] if given.dim() == 4 else 0)
+    return Window(given, 0, given.shape[2] if given.dim() == 4 else 0)
 
 
 def _can_change(held: torch.Tensor) -> bool:

@@ -1,39 +1,35 @@
 """A token as one call: a model's forward computed by a program, where it has a recipe for it."""
 
-import functools
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.modules import module
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moecache.decoding._held import KeyValues, States
 from moecache.decoding._program import MAX_ROWS, Program
 from moecache.decoding.look_ahead import observer
+from moecache.decoding.program_model import PROMPT_TOKENS, Computation
 from moecache.errors import ConfigError
-from moecache.integrations.transformers._cache_layers import growth
+from moecache.integrations.transformers._asked import Asked, find, is_plain
+from moecache.integrations.transformers._cache_layers import TYPES, growth
 from moecache.integrations.transformers._fast import fast_rows
 from moecache.integrations.transformers._lookahead import RouterLookAhead
-from moecache.integrations.transformers._operators import is_transformed
 from moecache.integrations.transformers._pages import Pages
-from moecache.integrations.transformers._places import Rotary, begins_of, positions_of
+from moecache.integrations.transformers._places import Rotary
+from moecache.integrations.transformers._prompting import in_parts
 from moecache.integrations.transformers._rows import are_rows_apart
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.prompts import (
-    cuts,
-    has_pages,
-    is_paged,
+    NOT_CAUSAL,
     make_room,
-    new_cache,
-    read_prompt,
-    span_pages,
 )
 from moecache.integrations.transformers.recipes import (
     NoRecipeError,
@@ -43,6 +39,7 @@ from moecache.integrations.transformers.recipes import (
 )
 from moecache.interrupts import uninterrupted
 from moecache.kernels import SlotKernel
+from moecache.kernels.forms import takes_integers
 from moecache.runtime.runtime import ExpertRuntime
 
 if TYPE_CHECKING:
@@ -50,12 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Arguments of a forward that a step takes; another that is given has it computed by transformers.
-_TAKEN = (
-    *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
-    "logits_to_keep",
-)
-_ANSWERS = ("output_attentions", "output_hidden_states", "output_router_logits")
 # Names of sequences are below those of a batch's rows: see `runtime.batch`.
 _NUM_NAMES = 1 << 30
 # Calls after which a model that had no recipe for its hooks or adapters is asked again, at most.
@@ -112,7 +103,7 @@ class Decoder:
         self._rotary: Rotary | None = None
         # Calls until a model that has no recipe as it is now is asked again.
         self._calls_left, self._pause = 0, 1
-        self._is_unknown = self._are_rows_apart = False
+        self._is_unknown = self._are_rows_apart = self._reads_prompts = False
         self._counting = threading.Lock()
         self.reason = ""
         self.num_steps = 0
@@ -128,6 +119,11 @@ class Decoder:
         with self._lock:
             return self._is_ready()
 
+    def reads_prompts(self) -> bool:
+        """Return whether a program computes prompts, too, as the model is now."""
+        with self._lock:
+            return self._is_ready() and self._reads_prompts
+
     def are_rows_apart(self) -> bool:
         """Return whether a prompt's rows have the same bits wherever it is cut."""
         with self._lock:
@@ -135,26 +131,15 @@ class Decoder:
 
     def step(self, named: dict[str, Any]) -> MoeCausalLMOutputWithPast | None:
         """Return a forward's result; `None` if it is not one that a program computes."""
-        ids, cache = named.get("input_ids"), named.get("past_key_values")
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not isinstance(cache, Cache):
+        asked = find(self._model(), named)
+        if asked is None:
             return None
-        batch, each = ids.shape
-        if not 1 <= batch * each <= MAX_ROWS or ids.device.type != "cpu":
-            return None
-        length = cache.get_seq_length()
-        if not isinstance(length, int) or length < 1 or not self._is_plain(named):
-            return None
-        begins = begins_of(named.get("attention_mask"), batch, length, each)
-        positions = positions_of(named.get("position_ids"), batch, length, each)
-        wanted = named.get("logits_to_keep", 0)
-        if begins is None or positions is None or not isinstance(wanted, int) or wanted < 0:
-            return None
+        num_rows, cache = asked.ids.numel(), asked.cache
+        is_step = asked.length > 0 and num_rows <= MAX_ROWS
         with self._lock:
-            if not self._is_ready():
+            if not self._is_ready() or not (is_step or self._reads_prompts):
                 return None
-            num_logits = min(wanted, each) or each
-            tokens = ids.flatten().tolist()
-            found = self._compute(tokens, [cache], [length], begins, positions, num_logits)
+            found = self._compute_step(asked) if is_step else self._compute_prompt(asked)
         if found is None:
             return None
         return MoeCausalLMOutputWithPast(logits=torch.from_numpy(found), past_key_values=cache)
@@ -204,9 +189,10 @@ class Decoder:
         places = lengths if positions is None else list(positions)
         if len(places) != num or min(places) < 0:
             raise ConfigError(f"positions {places} are none of {num} tokens")
-        if not self._is_plain({"position_ids": places}):
+        model = self._model()
+        if model is None or not is_plain(model, {"position_ids": places}):
             return None
-        make_room(self._model(), sum([growth(length, 1) for length in lengths]))
+        make_room(model, sum([growth(length, 1) for length in lengths]))
         with self._lock:
             if not self._is_ready():
                 return None
@@ -217,6 +203,7 @@ class Decoder:
                 )
             finally:
                 self._sequences = None
+            self.num_steps += found is not None
         return None if found is None else found[:, 0]
 
     def _name(self, cache: Cache) -> int:
@@ -226,70 +213,10 @@ class Decoder:
             name = self._names[cache] = next(self._new_names)
         return name
 
-    def read(
-        self, forward: Callable[..., Any], named: dict[str, Any]
-    ) -> MoeCausalLMOutputWithPast | None:
-        """Return the result of a prompt that is cut into pages; `None` if it is no such prompt."""
-        ids, cache = named.get("input_ids"), named.get("past_key_values")
-        model: Any = self._model()
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or model is None:
-            return None
-        if cache is None and len(cuts(0, ids.shape[1])) < 2:
-            return None
-        if not self._is_plain(named) or not has_pages(model):
-            return None
-        cache = new_cache(model) if cache is None else cache
-        if not is_paged(cache):
-            return None
-        length, each = cache.get_seq_length(), ids.shape[1]
-        begins = begins_of(named.get("attention_mask"), 1, length, each)
-        positions = positions_of(named.get("position_ids"), 1, length, each)
-        wanted = named.get("logits_to_keep", 0)
-        if (
-            begins is None
-            or begins.any()
-            or positions is None
-            or (positions != np.arange(length, length + each)).any()
-            or not isinstance(wanted, int)
-            or wanted < 0
-            or len(cuts(length, length + each)) < 2
-        ):
-            return None
-        logits = read_prompt(
-            forward,
-            ids,
-            cache,
-            num_logits=min(wanted, each),
-            num_pages=functools.partial(span_pages, model),
-        )
-        return MoeCausalLMOutputWithPast(logits=logits, past_key_values=cache)
-
-    def _is_plain(self, named: dict[str, Any]) -> bool:
-        """Return whether a call asks for logits alone, and for no gradients."""
-        model: Any = self._model()
-        others = {k: v for k, v in named.items() if k not in (*_TAKEN, "return_dict")}
-        return not (
-            torch.is_grad_enabled()
-            or model is None
-            or model.training
-            or (
-                named.get("position_ids") is None
-                and getattr(model.model, "rope_deltas", None) is not None
-            )
-            or named.get("use_cache") is False
-            or not named.get("return_dict", True)
-            or any(value is not None and value is not False for value in others.values())
-            or any(getattr(model.config, name, False) for name in _ANSWERS)
-            or torch.is_autocast_enabled("cpu")
-            or is_transformed()
-            # Of all modules: those that follow one are looked at with the weights.
-            or module._has_any_global_hook()
-        )
-
     def _is_ready(self) -> bool:
         """Return whether there is a program of the model as it is now."""
         if self._reading is not None and self._reading.weights.are_current():
-            self.reason = ""
+            self.reason, self._calls_left, self._pause = "", 0, 1
             return True
         model: Any = self._model()
         self._calls_left -= 1
@@ -318,7 +245,48 @@ class Decoder:
         experts = {model.get_submodule(path) for path in self._paths}
         self._are_rows_apart = are_rows_apart(model, reading.recipe, experts)
         self._rotary = Rotary(reading.rotary, reading.rotary_width)
+        self._reads_prompts = (
+            model.dtype in TYPES
+            and self._rotary.is_static
+            and model.config.model_type not in NOT_CAUSAL
+            and takes_integers(self._runtime.layout)
+        )
         return True
+
+    def _compute_step(self, asked: Asked) -> np.ndarray | None:
+        found = self._compute_asked(asked)
+        self.num_steps += found is not None
+        return found
+
+    def _compute_prompt(self, asked: Asked) -> np.ndarray | None:
+        assert self._reading is not None
+        recipe, model = self._reading.recipe, self._model()
+        batch, each = asked.ids.shape
+        size = min(each, max(1, PROMPT_TOKENS // batch))
+        if model is None:
+            return None
+        program = None
+        if batch * size > MAX_ROWS:
+            # A prompt's memory is its own, and goes with it.
+            program = Program(recipe, self._runtime.cache, batch * size)
+        return in_parts(
+            asked,
+            size,
+            recipe.layers,
+            model.dtype,
+            lambda part: self._compute_asked(part, program),
+        )
+
+    def _compute_asked(self, asked: Asked, program: Program | None = None) -> np.ndarray | None:
+        return self._compute(
+            asked.ids.flatten().tolist(),
+            [asked.cache],
+            [asked.length],
+            asked.begins,
+            asked.positions,
+            asked.num_logits,
+            program,
+        )
 
     def _compute(
         self,
@@ -328,9 +296,10 @@ class Decoder:
         begins: np.ndarray | None,
         positions: np.ndarray,
         num_logits: int,
+        program: Program | None = None,
     ) -> np.ndarray | None:
         """Return logits; sequences of one cache begin at `begins`, or each has a cache."""
-        program, reading, rotary = self._program, self._reading, self._rotary
+        program, reading, rotary = program or self._program, self._reading, self._rotary
         assert program is not None
         assert reading is not None
         assert rotary is not None
@@ -348,9 +317,10 @@ class Decoder:
         hidden = program.hidden[:num_rows]
         reading.embed(ids, hidden)
         cos, sin = rotary.angles(positions, apart=begins is None)
-        observe = observer(self._runtime.steps, program, self._look_ahead())
+        look_ahead = self._look_ahead() if num_rows <= MAX_ROWS else None
+        observe = observer(self._runtime.steps, program, look_ahead)
         names = self._sequences
-        if names is None:
+        if names is None and num_rows <= MAX_ROWS:
             names = self._runtime.steps.names_of(num_rows)
         where: dict[str, Any] = {
             "observe": observe,
@@ -365,11 +335,18 @@ class Decoder:
         except ConfigError:
             # A cache that was made with other windows, say.
             return None
-        missed = program.run()
-        while missed >= 0:
-            self._wait_for(missed, program, num_rows)
-            program.resume()
+        try:
             missed = program.run()
+            while missed >= 0:
+                if num_rows <= MAX_ROWS:
+                    self._note(missed, program)
+                self.wait_for(missed, program, num_rows, self._sequences)
+                program.resume()
+                missed = program.run()
+        except BaseException:
+            # It would hold keys and values up to the next call.
+            program.abandon()
+            raise
         logits = program.logits_of(num_logits)
         # All layers or none: a cache whose layers differ in length is no cache.
         with uninterrupted():
@@ -377,35 +354,52 @@ class Decoder:
                 self._pages.grow(cache, each)
         if program.num_resident:
             self._runtime.steps.count_leased(program.num_resident)
-        self.num_steps += 1
+        self.counted(program, 0)
         return logits
 
-    def _wait_for(self, number: int, program: Program, num_rows: int) -> None:
+    def counted(self, program: Program, num_steps: int) -> None:
+        """Note what a call has computed."""
+        self.num_steps += num_steps
+        if program is not self._program:
+            self._note_counts(program)
+
+    def wait_for(
+        self, number: int, program: Program, num_rows: int, names: np.ndarray | None
+    ) -> None:
         """Compute a layer's experts as they arrive, from the disk or from other ranks."""
         layer = self._layers[number]
         kernel = layer.kernel
         assert isinstance(kernel, SlotKernel)
         if num_rows == 1 and layer.ranks is None:
-            self._compute_token(number, program, kernel)
+            self._compute_token(number, program, kernel, names)
             layer.num_products += program.ids.shape[1]
             return
         hidden = torch.from_numpy(program.given[:num_rows])
         ids = torch.from_numpy(program.ids[:num_rows])
-        self._note(number, program)
+        into = torch.from_numpy(program.rows[: ids.numel()])
         rows, num_experts = fast_rows(
-            self._runtime, number, kernel, hidden, ids, layer.ranks, sequences=self._sequences
+            self._runtime,
+            number,
+            kernel,
+            hidden,
+            ids,
+            layer.ranks,
+            sequences=names,
+            rows=into,
         )
-        program.rows[: len(rows)] = rows.numpy()
+        if rows is not into:
+            into.copy_(rows)
         layer.num_products += num_experts
 
-    def _compute_token(self, number: int, program: Program, kernel: SlotKernel) -> None:
+    def _compute_token(
+        self, number: int, program: Program, kernel: SlotKernel, names: np.ndarray | None
+    ) -> None:
         """Compute a token's experts, those that are resident first."""
-        self._note(number, program)
 
         def compute(slots: np.ndarray, places: list[int]) -> None:
             kernel.count(len(places), program.compute(slots, places))
 
-        self._runtime.steps.compute_token(number, program.ids[:1], compute, self._sequences)
+        self._runtime.steps.compute_token(number, program.ids[:1], compute, names)
 
     def _note(self, layer: int, program: Program) -> None:
         """Let the next layer's router foresee what it will choose."""
@@ -415,11 +409,37 @@ class Decoder:
 
     def note_counts(self) -> None:
         """Have each layer's counters know what programs have computed."""
+        if self._program is not None:
+            self._note_counts(self._program)
+
+    def _note_counts(self, program: Program) -> None:
         with self._counting:
-            if self._program is None:
-                return
-            for number, num_products, num_single, busy_ns in self._program.take_counts():
+            for number, num_products, num_single, busy_ns in program.take_counts():
                 layer = self._layers[number]
                 layer.num_products += num_products
                 assert isinstance(layer.kernel, SlotKernel)
                 layer.kernel.count(num_single, busy_ns)
+
+    @contextmanager
+    def computing(self) -> Iterator[Computation]:
+        """Return what computes texts, for one caller at a time.
+
+        Raises
+        ------
+        ConfigError
+            If the model, as it is now, has no program that reads prompts.
+        """
+        with self._lock:
+            if not self._is_ready() or not self._reads_prompts:
+                reason = self.reason or "their prompts go through the model's modules"
+                raise ConfigError(f"texts of this model are not a program's: {reason}")
+            assert self._reading is not None
+            assert self._program is not None
+            assert self._rotary is not None
+            yield Computation(
+                self._reading.recipe,
+                self._program,
+                self._reading.embed,
+                self._rotary.angles,
+                self._look_ahead(),
+            )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from moecache.integrations.transformers._decoding import Decoder
+from moecache.integrations.transformers._prompting import read_in_pages
 
 
 def install(model: Any, decoder: Decoder) -> None:
@@ -25,7 +26,7 @@ def install(model: Any, decoder: Decoder) -> None:
         called = {**dict(zip(names, given, strict=False)), **named}
         found = decoder.step(called)
         if found is None and model is not None:
-            found = decoder.read(model.forward, called)
+            found = read_in_pages(model, model.forward, called)
         return own(model, *given, **named) if found is None else found
 
     shown: Any = forward

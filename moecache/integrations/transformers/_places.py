@@ -13,11 +13,17 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 class Rotary:
-    """Angles of positions, from a model's own module; kept where they depend on nothing else."""
+    """Angles of positions, from a model's own module; kept where they depend on nothing else.
+
+    Attributes
+    ----------
+    is_static : bool
+        Whether a position's angles depend on nothing else.
+    """
 
     def __init__(self, module: Any, width: int) -> None:
         self._module, self._width = module, width
-        self._is_static = getattr(module, "rope_type", None) in STATIC_ROTARY
+        self.is_static = not width or getattr(module, "rope_type", None) in STATIC_ROTARY
         self._cos = self._sin = np.empty((0, 0), np.float32)
 
     def angles(
@@ -28,7 +34,7 @@ class Rotary:
         Some modules' angles depend on the largest position: on that of each one if they are
         `apart`, of sequences that have nothing to do with each other.
         """
-        if not self._is_static:
+        if not self.is_static:
             if not apart:
                 return self._compute(positions)
             found = [self._compute(positions[i : i + 1]) for i in range(len(positions))]

@@ -21,7 +21,7 @@ from moecache.integrations.transformers._forward import SpanExperts
 from moecache.sizing.headroom import kv_bytes_per_token
 
 # Positions of Qwen3-Omni depend on what it was asked before; the other one sees what comes after.
-_NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
+NOT_CAUSAL = ("qwen3_omni_moe_thinker", "openai_privacy_filter")
 # Pages that go through a layer together, at most: their experts are read once.
 SPAN_PAGES = 8
 # Memory of the rows of a span, one for each token and each of its experts, in float32: no more than
@@ -48,7 +48,13 @@ def has_pages(model: Any) -> bool:
     Layers that keep a state of their own (linear attention, indexers) get a prompt as a whole, as
     transformers' modules take it; so do models whose positions are not those of tokens.
     """
-    return model.config.model_type not in _NOT_CAUSAL and is_paged(new_cache(model))
+    return model.config.model_type not in NOT_CAUSAL and is_paged(new_cache(model))
+
+
+def reads_prompts(model: Any) -> bool:
+    """Return whether a program reads a model's prompts, so that its modules read none."""
+    decoder = getattr(getattr(model, "moecache", None), "decoder", None)
+    return decoder is not None and bool(decoder.reads_prompts())
 
 
 def are_rows_apart(model: Any) -> bool:

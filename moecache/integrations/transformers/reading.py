@@ -22,7 +22,9 @@ from moecache.decoding.prefixes import (
     describe_files,
     num_positions,
 )
+from moecache.decoding.text import PROGRAM, keep_pages
 from moecache.integrations.transformers._cache_layers import growth
+from moecache.integrations.transformers._decoded import decoded_model
 from moecache.integrations.transformers.prompts import (
     Span,
     are_rows_apart,
@@ -32,6 +34,7 @@ from moecache.integrations.transformers.prompts import (
     new_cache,
     page_begin,
     read_spans,
+    reads_prompts,
     span_pages,
 )
 from moecache.kernels import level
@@ -66,8 +69,8 @@ class PromptReader:
         self._tokens = list(tokens)
         offload = getattr(model, "moecache", None)
         self._num_layers = 1 if offload is None else len(offload.paths)
-        self._paged = has_pages(model)
-        self._prefixes = prefixes if self._paged else None
+        self._paged = has_pages(model) and not reads_prompts(model)
+        self._prefixes = prefixes if self._paged and prefixes and not prefixes.way else None
         self._has_begun = False
         # Tokens of the beginning that others have, too.
         self._shared: weakref.WeakKeyDictionary[PromptReader, int] = weakref.WeakKeyDictionary()
@@ -214,8 +217,17 @@ def open_prefixes(
     StoreError
         If the directory cannot be used.
     """
+    if (decoded := decoded_model(model)) is not None:
+        return keep_pages(
+            decoded,
+            _identity(model, PROGRAM),
+            max_bytes,
+            directory=directory,
+            max_disk_bytes=max_disk_bytes,
+        )
     ranks = getattr(model.moecache, "ranks", None)
-    if not has_pages(model) or (ranks is not None and ranks.num_ranks > 1):
+    is_spread = ranks is not None and ranks.num_ranks > 1
+    if is_spread or not has_pages(model) or reads_prompts(model):
         return None
     return PrefixCache(
         _identity(model),
@@ -227,7 +239,7 @@ def open_prefixes(
     )
 
 
-def _identity(model: Any) -> bytes:
+def _identity(model: Any, way: str = "") -> bytes:
     """Return all that a page's bits depend on beside its tokens."""
     config = model.config.to_dict()
     config.pop("_name_or_path", None)
@@ -241,6 +253,6 @@ def _identity(model: Any) -> bytes:
         # torch's products depend on these.
         "machine": [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), level()],
         "attention": getattr(model.config, "_attn_implementation", None),
-        "page": PAGE_TOKENS,
+        "page": [way, PAGE_TOKENS],
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode()).digest()

@@ -1,16 +1,22 @@
 """Served: a model of transformers as a server asks it."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from moecache.decoding import text
 from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.program_texts import ProgramTexts
 from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
+from moecache.decoding.text import NUM_NAMES
 from moecache.integrations.transformers import _following, generation
-from moecache.integrations.transformers.continuing import Text, ends_of, has_loop, sampling_of
+from moecache.integrations.transformers._decoded import decoded_model
+from moecache.integrations.transformers._loops import ends_of, has_loop
+from moecache.integrations.transformers.continuing import Text, sampling_of
 from moecache.integrations.transformers.prompts import bytes_per_token
 from moecache.integrations.transformers.together import Together
 from moecache.runtime.runtime import ExpertRuntime
@@ -30,6 +36,8 @@ class Served:
         self.model = model
         self.runtime: ExpertRuntime = model.moecache.runtime
         self.num_tokens: int = model.config.get_text_config().vocab_size
+        self._decoded = decoded_model(model)
+        self._names = itertools.cycle(range(NUM_NAMES))
 
     @property
     def ends(self) -> set[int]:
@@ -115,21 +123,17 @@ class Served:
         max_new_tokens: int,
         mask: Mask | None,
         prefixes: PrefixCache | None,
-    ) -> Text:
+    ) -> Text | text.Text:
         """Return a text whose prompt is still to be read."""
-        return Text(
-            self.model,
-            prompt,
-            sampler,
-            stream,
-            max_new_tokens=max_new_tokens,
-            mask=mask,
-            prefixes=prefixes,
-        )
+        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "mask": mask}
+        given["prefixes"] = prefixes
+        if self._decoded is None:
+            return Text(self.model, prompt, sampler, stream, **given)
+        return text.Text(self._decoded, prompt, sampler, stream, name=next(self._names), **given)
 
-    def together(self) -> Together:
+    def together(self) -> Together | ProgramTexts:
         """Return what goes on with texts side by side."""
-        return Together(self.model)
+        return Together(self.model) if self._decoded is None else ProgramTexts(self._decoded)
 
     def check_between_layers(self, stream: TokenTimes) -> ExitStack:
         """Have a text that goes alone end between layers, until the stack is closed."""

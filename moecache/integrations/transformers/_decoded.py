@@ -1,0 +1,95 @@
+"""DecodedModel: a model of transformers whose texts a program computes, prompts and tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from moecache.decoding._program import Program
+from moecache.decoding.attending import Attention, LatentAttention, Stateful
+from moecache.decoding.program_model import Computation, ProgramModel
+from moecache.decoding.room import room_behind
+from moecache.decoding.states_cache import empty_cache
+from moecache.decoding.text_cache import DTYPES, TextCache
+from moecache.integrations.transformers._cache_layers import TYPES
+from moecache.integrations.transformers._loops import ends_of, has_loop
+
+
+class DecodedModel(ProgramModel):
+    """A model of transformers, whose weights, hooks and adapters may change between two calls.
+
+    Keys and values have the model's dtype, and so have rows that convolutions see: a text has the
+    bits that it has in a cache of transformers'. Experts of other processes are not asked for.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        As `load` returns it, whose decoder `reads_prompts`.
+    ends : collection of int
+        Tokens with which it ends its texts.
+
+    Raises
+    ------
+    ConfigError
+        If a program does not compute its texts; so do the methods, of a model that has changed.
+    """
+
+    def __init__(self, model: Any, ends: set[int]) -> None:
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        super().__init__(model.moecache.runtime, context, ends)
+        self._decoder = model.moecache.decoder
+        self._kind = TYPES[model.dtype]
+        with self._computing() as how:
+            self._recipe = how.recipe
+        self._attending = [layer.attention for layer in self._recipe.layers]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, those without experts among them."""
+        return len(self._attending)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers hold states, which belong to all tokens before them."""
+        return any(isinstance(one, Stateful) for one in self._attending)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values."""
+        held = [one.held for one in self._attending if isinstance(one, Attention | LatentAttention)]
+        numbers = sum(heads * (width + value_width) for heads, width, value_width in held)
+        return DTYPES[self._kind].itemsize * numbers
+
+    def check_room(self, num_tokens: int) -> int | None:
+        """Return how many tokens fit behind so many, `None` if there is no end.
+
+        Raises
+        ------
+        ConfigError
+            If none does.
+        """
+        return room_behind(num_tokens, self.context)
+
+    def _empty_cache(self, name: int | None) -> TextCache:
+        return empty_cache(self._recipe, self._kind, self._kind, name)
+
+    @contextmanager
+    def _computing(self) -> Iterator[Computation]:
+        with self._decoder.computing() as how:
+            yield how
+
+    def _wait_for(self, number: int, program: Program, num: int, names: np.ndarray | None) -> None:
+        self._decoder.wait_for(number, program, num, names)
+
+    def _counted(self, program: Program, num_steps: int) -> None:
+        self._decoder.counted(program, num_steps)
+
+
+def decoded_model(model: Any) -> DecodedModel | None:
+    """Return what computes a model's texts from their first token on, if it is a program."""
+    offload = getattr(model, "moecache", None)
+    decoder = getattr(offload, "decoder", None)
+    if offload is None or decoder is None or offload.ranks is not None or not has_loop(model):
+        return None
+    return DecodedModel(model, ends_of(model)) if decoder.reads_prompts() else None

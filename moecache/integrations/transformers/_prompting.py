@@ -1,0 +1,113 @@
+"""Prompts that a forward is asked for: in parts by a program, or in pages by the modules."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from moecache.decoding.recipe import Layer
+from moecache.integrations.transformers._asked import Asked, find
+from moecache.integrations.transformers._empty_cache import Kept, fill_in, reserve
+from moecache.integrations.transformers.prompts import (
+    cuts,
+    has_pages,
+    is_paged,
+    read_prompt,
+    span_pages,
+)
+
+
+def in_parts(
+    asked: Asked,
+    size: int,
+    layers: Sequence[Layer],
+    dtype: torch.dtype,
+    compute: Callable[[Asked], np.ndarray | None],
+) -> np.ndarray | None:
+    """Return the logits of a prompt that goes through a program's layers in parts.
+
+    A call that fails, or is none for the program, leaves the cache as it was.
+
+    Parameters
+    ----------
+    asked : Asked
+    size : int
+        Tokens of each sequence in a part, at most.
+    layers : sequence of Layer
+        The program's.
+    dtype : dtype
+        Of keys and values of a cache that is empty.
+    compute : callable (Asked)
+        Puts a part into the cache, and returns its logits; `None` if it is none for the program.
+
+    Returns
+    -------
+    ndarray of float32, shape [batch, num_logits, vocabulary], or None
+    """
+    batch, each = asked.ids.shape
+    kept, found = Kept(asked.cache), []
+    try:
+        if not asked.length and not fill_in(asked.cache, layers, batch, dtype):
+            return None
+        reserve(asked.cache, each)
+        places = asked.positions.reshape(batch, each)
+        for start in range(0, each, size):
+            stop = min(start + size, each)
+            first = max(start, each - asked.num_logits)
+            logits = compute(
+                replace(
+                    asked,
+                    ids=asked.ids[:, start:stop],
+                    length=asked.length + start,
+                    positions=places[:, start:stop].flatten(),
+                    # One at least: it ends the call.
+                    num_logits=max(1, stop - first),
+                )
+            )
+            if logits is None:
+                kept.restore()
+                return None
+            if first < stop:
+                found.append(logits)
+    except BaseException:
+        kept.restore()
+        raise
+    return found[0] if len(found) == 1 else np.concatenate(found, 1)
+
+
+def read_in_pages(
+    model: Any, forward: Callable[..., Any], named: dict[str, Any]
+) -> MoeCausalLMOutputWithPast | None:
+    """Return the result of a prompt that is cut into pages; `None` if it is no such prompt.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    forward : callable
+        Computes a page.
+    named : dict
+        Arguments of the model's forward.
+    """
+    asked = find(model, named)
+    if asked is None or not has_pages(model) or not is_paged(asked.cache):
+        return None
+    length, (batch, each) = asked.length, asked.ids.shape
+    if (
+        batch > 1
+        or len(cuts(length, length + each)) < 2
+        or asked.begins.any()
+        or (asked.positions != np.arange(length, length + each)).any()
+    ):
+        return None
+    logits = read_prompt(
+        forward,
+        asked.ids,
+        asked.cache,
+        num_logits=asked.num_logits,
+        num_pages=functools.partial(span_pages, model),
+    )
+    return MoeCausalLMOutputWithPast(logits=logits, past_key_values=asked.cache)

@@ -1,0 +1,366 @@
+"""Prompts that a program reads: near the modules' own, and the same bits however they are cut."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache.errors import ConfigError, StoreError
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.gguf_members import MODELS
+from tests.helpers.gguf_models import write_gguf
+from tests.helpers.kernels import computing
+from tests.helpers.more_families import MORE_FAMILIES
+from tests.helpers.offloading import generated, load_in_slots, load_whole
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from moecache.decoding.program_texts import ProgramTexts  # noqa: E402
+from moecache.decoding.sampler import Sampler  # noqa: E402
+from moecache.decoding.streams import TokenTimes  # noqa: E402
+from moecache.integrations.transformers import (  # noqa: E402
+    _decoding,
+    continuing,
+    generation,
+    load,
+    prompts,
+    reading,
+)
+from moecache.integrations.transformers._decoded import DecodedModel, decoded_model  # noqa: E402
+from moecache.integrations.transformers.served import Served  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+STATEFUL = ("qwen3_5_moe", "qwen3_next", "nemotron_h", "lfm2_moe", "granitemoehybrid")
+NAMES = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "phimoe"),
+    *("exaone_moe", "hunyuan_v1_moe", "granitemoe", *STATEFUL),
+)
+PART = 24
+
+
+@pytest.fixture(name="whole_numbers")
+def _whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a program read prompts of experts of any format, in parts of a few tokens."""
+    monkeypatch.setattr(_decoding, "takes_integers", lambda _: True)
+    monkeypatch.setattr(_decoding, "PROMPT_TOKENS", PART)
+    monkeypatch.setattr("moecache.decoding.program_model.PROMPT_TOKENS", PART)
+
+
+@pytest.fixture(name="model", params=["qwen3_moe", "qwen3_5_moe", "nemotron_h", "exaone_moe"])
+def _model(request: pytest.FixtureRequest, tmp_path: Path, whole_numbers: None) -> Iterator[Any]:
+    """Return a model that a program computes, a quarter of its experts in slots."""
+    model = load_in_slots(written(request.param, tmp_path), compute="fast")
+    with model.moecache, torch.no_grad():
+        yield without_least_steps(model)
+
+
+@pytest.fixture(name="integers", scope="module")
+def _integers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a GGUF file of a Qwen3-MoE whose matrices are all of integers."""
+    pytest.importorskip("gguf")
+    widths = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32}
+    tiny = replace(MODELS["qwen3moe"], settings={**MODELS["qwen3moe"].settings, **widths})
+    original = tiny.build()
+    path = tmp_path_factory.mktemp("integers") / "model.gguf"
+    types = {"exps.weight": "Q4_0", "attn_": "Q8_0", "token_embd": "Q8_0", "output.": "Q4_0"}
+    write_gguf(path, tiny.metadata(original.config), tiny.tensors(original), types)
+    return path
+
+
+def written(name: str, folder: Path, dtype: str = "float32") -> Path:
+    """Return a checkpoint of a family."""
+    return write_checkpoint({**MORE_FAMILIES, **FAMILIES}[name], folder, dtype)
+
+
+def without_least_steps(model: Any) -> Any:
+    """Have Nemotron's steps in time, of prompts by its modules too, be what its tokens' are."""
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    return model
+
+
+def tokens_of(num: int, batch: int = 1) -> Any:
+    """Return random tokens, int64 [batch, num]."""
+    drawn = torch.Generator().manual_seed(num)
+    return torch.randint(3, 90, (batch, num), generator=drawn)
+
+
+def read(model: Any, ids: Any, cuts: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    """Return the logits after each token of a prompt that comes in parts, and its cache."""
+    cache, found = prompts.new_cache(model), []
+    for begin, end in pairwise((0, *cuts, ids.shape[1])):
+        found.append(model(ids[:, begin:end], past_key_values=cache).logits)
+    return torch.cat(found, 1), cache
+
+
+def held(cache: Any) -> list[Any]:
+    """Return copies of all that a cache holds, with its layers' lengths."""
+    found: list[Any] = []
+    for layer in cache.layers:
+        tensors = [getattr(layer, name, None) for name in ("keys", "values")]
+        for name in ("conv_states", "recurrent_states"):
+            tensors += getattr(layer, name, {}).values()
+        found += [None if one is None else one.clone() for one in tensors]
+        found.append(getattr(layer, "cumulative_length", None))
+    return found
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two caches hold the same."""
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_is_what_its_own_forward_makes_of_it(
+    tmp_path: Path, whole_numbers: None, name: str
+) -> None:
+    """Logits of all tokens and the cache; with the same bits in any slots, threads and parts."""
+    path, ids = written(name, tmp_path), tokens_of(61)
+    whole = without_least_steps(load_whole({**MORE_FAMILIES, **FAMILIES}[name], path))
+    with torch.no_grad():
+        out = whole(ids, use_cache=True)
+        wanted, cache = out.logits, out.past_key_values
+        found = []
+        for memory, threads, cuts in (("100%", 1, ()), ("100%", 2, (17, 40)), (None, 1, (1, 2))):
+            with computing(threads=threads):
+                model = load_in_slots(path, memory, compute="fast")
+                with model.moecache:
+                    assert model.moecache.decoder.reads_prompts(), model.moecache.decoder.reason
+                    logits, own = read(model, ids, cuts)
+                    found.append([logits, *held(own)])
+                    # Modules go on from it.
+                    token = torch.tensor([[5]])
+                    del model.__dict__["forward"]
+                    after = model(token, past_key_values=own).logits
+        expected = whole(token, past_key_values=cache).logits
+    assert (found[0][0] - wanted).norm() < 5e-6 * wanted.norm()
+    assert (after - expected).norm() < 5e-6 * expected.norm()
+    assert all(same(one, found[0]) for one in found)
+    for mine, other in zip(found[0][1:], held(out.past_key_values), strict=True):
+        assert type(mine) is type(other)
+        if isinstance(mine, torch.Tensor):
+            assert mine.dtype == other.dtype
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "exaone_moe", *STATEFUL])
+def test_a_cache_has_the_form_that_modules_give_it(
+    tmp_path: Path, whole_numbers: None, name: str
+) -> None:
+    """In bfloat16: dtypes and shapes; and one made without a configuration."""
+    model = load_in_slots(written(name, tmp_path, "bfloat16"), compute="fast")
+    ids = tokens_of(40)
+    with model.moecache, torch.no_grad():
+        forms = []
+        for _ in range(2):
+            _, cache = read(model, ids)
+            forms.append(
+                [(type(one), one.dtype, one.shape) for one in held(cache) if hasattr(one, "shape")]
+            )
+            model.__dict__.pop("forward", None)
+        assert forms[0] == forms[1]
+
+
+def test_a_cache_without_layers_gets_some(qwen3_moe: Path, whole_numbers: None) -> None:
+    """As modules append one after the other; a call without a cache returns one."""
+    from transformers import DynamicCache
+
+    model = load_in_slots(qwen3_moe, compute="fast")
+    ids = tokens_of(30)
+    with model.moecache, torch.no_grad():
+        cache = DynamicCache()
+        found = model(ids, past_key_values=cache).logits
+        assert cache.get_seq_length() == 30
+        out = model(ids)
+        assert torch.equal(found, out.logits)
+        assert same(held(cache), held(out.past_key_values))
+        assert model.moecache.decoder.num_steps == 0
+
+
+def test_rows_of_a_batch_have_the_bits_that_they_have_alone(model: Any) -> None:
+    """Of sequences of one length, also behind others; padded ones go through the modules."""
+    ids = tokens_of(50, 3)
+    together, cache = read(model, ids, (20,))
+    alone = [read(model, ids[row : row + 1]) for row in range(3)]
+    assert torch.equal(together, torch.cat([logits for logits, _ in alone]))
+    token = torch.tensor([[7], [8], [9]])
+    after = model(token, past_key_values=cache).logits
+    for row, (_, own) in enumerate(alone):
+        assert torch.equal(model(token[row : row + 1], past_key_values=own).logits[0], after[row])
+
+
+@pytest.mark.parametrize("num_before", [0, 30])
+def test_a_prompt_that_fails_leaves_its_cache_as_it_was(
+    model: Any, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    """In its second part; the same call gives the same bits as if nothing had happened."""
+    ids = tokens_of(num_before + PART + 20)
+    expected, _ = read(model, ids)
+    cache = prompts.new_cache(model)
+    if num_before:
+        model(ids[:, :num_before], past_key_values=cache)
+    before, kinds = held(cache), [type(layer) for layer in cache.layers]
+    compute, calls = _decoding.Decoder._compute, []
+
+    def failing(self: Any, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise StoreError("the disk failed")
+        return compute(self, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_decoding.Decoder, "_compute", failing)
+        with pytest.raises(StoreError, match="the disk failed"):
+            model(ids[:, num_before:], past_key_values=cache)
+    assert cache.get_seq_length() == num_before
+    assert same(held(cache), before)
+    assert [type(layer) for layer in cache.layers] == kinds
+    found = model(ids[:, num_before:], past_key_values=cache).logits
+    assert torch.equal(found, expected[:, num_before:])
+
+
+def test_texts_have_the_tokens_of_generate(model: Any) -> None:
+    """And their logits the bits of a forward's, read as a whole, in parts, and side by side."""
+    ids = tokens_of(70)
+    wanted = generated(model, ids, num_tokens=12)[0, 70:].tolist()
+    times = TokenTimes()
+    generation.continue_tokens(model, ids, times, max_new_tokens=12, temperature=0)
+    assert times.tokens == wanted
+    decoded = decoded_model(model)
+    assert decoded is not None
+    expected = [model(ids[:, :num]).logits[0, -1].numpy() for num in (70, 20, 45)]
+    own = [decoded.read(ids[0, :num].tolist(), decoded.new_cache()) for num in (70, 20, 45)]
+    assert all(map(np.array_equal, own, expected))
+    cache = decoded.new_cache()
+    for begin, end in pairwise((0, 3, 40, 70)):
+        found = decoded.read(ids[0, begin:end].tolist(), cache)
+    assert np.array_equal(found, expected[0])
+    parts = [ids[0, :9].tolist(), ids[0, :15].tolist()]
+    rows = decoded.read_together(parts, [decoded.new_cache(), decoded.new_cache()])
+    for row, part in zip(rows, parts, strict=True):
+        assert np.array_equal(row, decoded.read(part, decoded.new_cache()))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "exaone_moe", "deepseek_v3"])
+def test_a_conversation_is_read_once(tmp_path: Path, whole_numbers: None, name: str) -> None:
+    """A turn finds the pages of those before it, its answers' too, with the bits that it has."""
+    model = load_in_slots(written(name, tmp_path), compute="fast")
+    with model.moecache, torch.no_grad():
+        prefixes = reading.open_prefixes(model, 2**26, directory=tmp_path / "pages")
+        assert prefixes is not None
+        prompt = tokens_of(70)[0].tolist()
+        for turn in range(2):
+            times = [TokenTimes(), TokenTimes()]
+            for known, one in zip((prefixes, None), times, strict=True):
+                generation.continue_tokens(
+                    model,
+                    torch.tensor([prompt]),
+                    one,
+                    max_new_tokens=15,
+                    temperature=0,
+                    prefixes=known,
+                )
+            assert times[0].tokens == times[1].tokens
+            # All but what stands behind the last place where a page, or a part of one, ends.
+            assert times[0].cached_tokens == turn * (64 if name == "qwen3_5_moe" else 80)
+            prompt += [*times[0].tokens, *tokens_of(9)[0].tolist()]
+        prefixes.close()
+
+
+def test_a_model_that_changes_is_not_gone_on_with(model: Any) -> None:
+    """A hook has the modules read prompts, and a text that had begun says so."""
+    decoded = decoded_model(model)
+    assert decoded is not None
+    cache = decoded.new_cache()
+    decoded.read([5, 6, 7], cache)
+    seen: list[int] = []
+    hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(ConfigError, match=r"are not a program's: .*hook"):
+        decoded.read([8], cache)
+    assert cache.length == 3
+    assert decoded_model(model) is None
+    ids = tokens_of(40)
+    logits = model(ids).logits
+    assert seen
+    hook.remove()
+    assert (model(ids).logits - logits).norm() < 3e-6 * logits.norm()
+    decoded.read([8], cache)
+
+
+def test_experts_of_numbers_have_prompts_of_their_modules(qwen3_moe: Path) -> None:
+    """Which multiply 16 bits by 16 bits: twice as fast where processors have it."""
+    model = load_in_slots(qwen3_moe, compute="fast")
+    with model.moecache:
+        assert model.moecache.decoder.is_ready()
+        assert not model.moecache.decoder.reads_prompts()
+        assert decoded_model(model) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_integers_have_prompts_by_a_program(integers: Path, dtype: str) -> None:
+    """Served side by side, each text has what it has alone; pages of modules are none of theirs."""
+    model = load(integers, "50%", dtype=getattr(torch, dtype), compute="fast", trunk="native")
+    with model.moecache, torch.no_grad():
+        assert isinstance(decoded_model(model), DecodedModel)
+        served = Served(model)
+        together = served.together()
+        assert isinstance(together, ProgramTexts)
+        prompts_of = [tokens_of(num)[0].tolist() for num in (90, 20, 35)]
+        prefixes = reading.open_prefixes(model, 2**24)
+        assert prefixes is not None
+        times = [TokenTimes() for _ in prompts_of]
+        for prompt, one in zip(prompts_of, times, strict=True):
+            drawn = served.sampling_of(1, temperature=0.7)
+            together.add(
+                served.new_text(
+                    prompt,
+                    Sampler(drawn, prompt),
+                    one,
+                    max_new_tokens=9,
+                    mask=None,
+                    prefixes=prefixes,
+                )
+            )
+        over: list[Any] = []
+        while len(over) < 3:
+            over += together.advance()
+        assert [text.error for text in over] == [None] * 3
+        for prompt, one in zip(prompts_of, times, strict=True):
+            alone = TokenTimes()
+            generation.continue_tokens(
+                model,
+                torch.tensor([prompt]),
+                alone,
+                max_new_tokens=9,
+                seed=1,
+                temperature=0.7,
+            )
+            assert alone.tokens == one.tokens
+        # A text of the modules' finds none of a program's pages.
+        text = continuing.Text(
+            model, prompts_of[0], Sampler(drawn, prompts_of[0]), TokenTimes(),
+            max_new_tokens=1, prefixes=prefixes,
+        )  # fmt: skip
+        text.read(8)
+        assert text.streamer.cached_tokens == 0
+
+
+def test_copies_of_a_cache_go_their_own_ways(model: Any) -> None:
+    """As those that beams and drafts make."""
+    _, cache = read(model, tokens_of(30))
+    other = copy.deepcopy(cache)
+    more = tokens_of(33)
+    first = model(more, past_key_values=cache).logits
+    assert torch.equal(model(more, past_key_values=other).logits, first)

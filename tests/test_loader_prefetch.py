@@ -171,7 +171,7 @@ def test_an_error_while_a_prefetch_is_joined_leaves_the_counters_right(
         bench.lease(2, 4)
     counts.clock = clock
     demand = pool.submit(bench.lease, 2, 4)
-    wait_until(lambda: next(iter(bench.loader._loads.values())).urgent)
+    wait_until(lambda: next(iter(bench.loader._table.by_slot.values())).urgent)
     gate.opened.set()
     assert demand.result(30) == [20.0]
     assert ahead.result(30)
@@ -349,7 +349,7 @@ def test_a_prefetch_that_ends_between_the_failure_and_the_look_is_no_error() -> 
                 failed.append(1)
                 raise
 
-    bench.loader._cache = Cache()  # type: ignore[assignment]
+    bench.loader._table.cache = Cache()  # type: ignore[assignment]
     step = Step(0, np.array([0, 1]), bench.cache.num_experts)
     bench.loader.acquire(step)
     for _ in step.loads:

@@ -34,7 +34,7 @@ cdef class LoadTable:
     cdef Load read_ahead(self, Py_ssize_t layer, Py_ssize_t expert, cause, bint likely)
     cdef list take_back(self)
     cdef list next_batch(self, most)
-    cdef int end(self, Load load, error) except -1
+    cdef bint end(self, Load load, error) except -1
     cdef int release(self, leased, staged) except -1
     cdef int drain(self) except -1
 

@@ -198,8 +198,11 @@ cdef class LoadTable:
         self.num_reading += len(batch)
         return batch
 
-    cdef int end(self, Load load, error) except -1:
-        """Publish a load whose slot is filled, or give the slot back, or have it read once more."""
+    cdef bint end(self, Load load, error) except -1:
+        """Publish a load whose slot is filled, or give the slot back.
+
+        Returns False if it is to be read once more.
+        """
         cdef bint ahead = load.began_ahead()
         cdef bint failed_before = isinstance(error, StoreError) and not load.waiting
         self.num_reading -= not ahead
@@ -211,10 +214,10 @@ cdef class LoadTable:
             load.cause = DEMAND if ahead else load.cause
             load.state, load.error = QUEUED, None
             self.num_queued += 1
-            return 0
+            return False
         load.error = error
         self._retire(load)
-        return 0
+        return True
 
     cdef int release(self, leased, staged) except -1:
         """Give slots back, of the cache and beside it."""

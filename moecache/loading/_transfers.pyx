@@ -202,13 +202,14 @@ cdef class Transfers:
 
     cdef int _conclude(self, Load load, error) except -1:
         """Publish a load whose slot is filled, or give the slot back; tell the steps that wait."""
+        cdef bint is_over = False
         if error is not None:
             self.table.pool.reclaim(load.slot)
         load.parts, load.fills = {}, ()
         with self.table.lock:
-            self.table.end(load, error)
+            is_over = self.table.end(load, error)
         self.table.catch_up()
-        if load.state == DONE:
+        if is_over:
             if load.error is not None and not (load.waiting or load.was_taken_back()):
                 log_failure(load, self._logged)
             for arrived in load.waiting:

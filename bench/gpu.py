@@ -44,7 +44,7 @@ MEASUREMENTS = {
     "formats": ("bench.gpu_formats", "one layer's decode in every format, of the GPU's memory"),
     "model": ("bench.gpu_model", "a whole model of 30B-A3B's shapes, graphs and modules"),
     "memory": ("bench.gpu_memory", "whether memory of GPU and host stays the same"),
-    "host": ("bench.gpu_stack", "host time per layer, against a device that does nothing"),
+    "host": ("bench.gpu_host", "host time per layer, against a device that does nothing"),
 }
 # Exit codes of `timeout`, and of a process that it had to kill.
 TIMED_OUT = (124, 137)

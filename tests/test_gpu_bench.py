@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import gpu, gpu_copies, gpu_decode, gpu_memory
+from bench import gpu, gpu_contest, gpu_copies, gpu_decode, gpu_memory
 from bench.checkpoint import SharedStore, StackSize, write_experts
 from bench.gpu import bound, turns
 from bench.gpu_copies import DeviceCopy, PinnedCopy, Shape, Timer
@@ -227,7 +227,7 @@ def test_a_way_with_other_bits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return open_stack(*arguments, **options)
 
     monkeypatch.setattr(SharedStore, "view", view)
-    monkeypatch.setattr("bench.gpu_decode.open_stack", open_some)
+    monkeypatch.setattr("bench.gpu_contest.open_stack", open_some)
     with pytest.raises(SystemExit, match=r"50%, lru, token \d+: other bits"):
         gpu_decode.decode_ways(
             FakeDevice(), SIZE, make_trace(), num_runs=1, num_tokens=1, copy_bytes=4096, progress={}
@@ -247,7 +247,7 @@ def test_an_interrupt_leaves_what_is_done(
 ) -> None:
     """The ways, or the uploads, before it; "partial", and no bound."""
     path, calls = tmp_path / "partial.json", 0
-    contest = gpu_decode.Contest._run
+    contest = gpu_contest.Contest._run
 
     def run(self: Any, always: Any, ways: Any) -> None:
         nonlocal calls
@@ -259,7 +259,7 @@ def test_an_interrupt_leaves_what_is_done(
     def look_ups(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_decode.Contest, "_run", run)
+    monkeypatch.setattr(gpu_contest.Contest, "_run", run)
     monkeypatch.setattr("bench.gpu_copies.look_ups", look_ups)
     options = ["--json", str(path), "--runs", "1", "--copy-bytes", "4KiB"]
     size: Any = (Shape("1.5 MB", 16, 8),)
@@ -294,7 +294,7 @@ def test_the_host_is_no_part_of_a_graphs_time() -> None:
         Watching(device) as timer,
         gpu_decode.GraphDecoder("graph", place, runtime) as decoder,
     ):
-        gpu_decode.LayerRow(decoder, place, timer).run([0, 1], 1.0)
+        gpu_contest.LayerRow(decoder, place, timer).run([0, 1], 1.0)
     assert len(queued) == 2
     assert all(queued)
 
@@ -416,7 +416,7 @@ def test_a_graph_leaves_the_bits_of_single_steps(gpu: Any) -> None:
     ):
         before = runtime.stats()
         for decoder in (single, graph):
-            gpu_decode.verify(decoder, expected)
+            gpu_contest.verify(decoder, expected)
         made = runtime.stats() - before
         assert (
             made.num_steps == made.num_resident_steps == SIZE.num_layers * place.inputs.num_tokens
@@ -443,11 +443,11 @@ def test_tokens_with_few_slots_leave_the_bits_of_resident_ones(
             Decoder("resident", place, runtime) as resident,
             kind("all slots", place, runtime) as decoder,
         ):
-            gpu_decode.verify(resident, expected)
-            gpu_decode.verify(decoder, expected)
+            gpu_contest.verify(resident, expected)
+            gpu_contest.verify(decoder, expected)
             assert decoder.num_stalls == 0
         with open_stack(device, SIZE, 4) as runtime, kind("few", place, runtime) as decoder:
-            gpu_decode.verify(decoder, expected)
+            gpu_contest.verify(decoder, expected)
             before = decoder.num_stalls
             assert before > 0
             for token in range(place.inputs.num_tokens):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_stack
+from bench import gpu, gpu_host
 
 pytest.importorskip("torch")
 
@@ -31,7 +31,7 @@ def test_host_time_is_measured_against_no_device(
 
 def test_a_prepared_step_costs_less_than_a_new_one() -> None:
     """Arguments of a launch are made once for the same arrays."""
-    loop = gpu_stack.Loop(4, 16, "lru")
+    loop = gpu_host.Loop(4, 16, "lru")
     with loop.runtime:
-        found = gpu_stack.measure(loop, 40)
+        found = gpu_host.measure(loop, 40)
     assert found["graph_us_per_layer"] < found["resident_us_per_layer"]

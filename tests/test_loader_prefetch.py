@@ -171,7 +171,7 @@ def test_an_error_while_a_prefetch_is_joined_leaves_the_counters_right(
         bench.lease(2, 4)
     counts.clock = clock
     demand = pool.submit(bench.lease, 2, 4)
-    wait_until(lambda: next(iter(bench.loader._loads.values())).urgent)
+    wait_until(lambda: next(iter(bench.loader._table.by_slot.values())).urgent)
     gate.opened.set()
     assert demand.result(30) == [20.0]
     assert ahead.result(30)
@@ -349,13 +349,48 @@ def test_a_prefetch_that_ends_between_the_failure_and_the_look_is_no_error() -> 
                 failed.append(1)
                 raise
 
-    bench.loader._cache = Cache()  # type: ignore[assignment]
+    bench.loader._table.cache = Cache()  # type: ignore[assignment]
     step = Step(0, np.array([0, 1]), bench.cache.num_experts)
     bench.loader.acquire(step)
     for _ in step.loads:
         bench.loader.wait(step.arrived)
     bench.loader.release(step.slots)
     assert len(failed) == 1
+    bench.close()
+
+
+def test_a_read_ahead_that_is_read_once_more_arrives_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where others bring it in before the call whose read has failed goes on."""
+    failed: list[bool] = []
+    others: list[Callable[[], object]] = []
+
+    def join_and_fail(layer: int, _expert: int) -> None:
+        if layer == 1 and not failed:
+            failed.append(True)
+            bench.loader.acquire(waiting)
+            guard.close()  # whoever has the lock next finds a staging slot, and says so
+            others.extend([bench.loader.fill, bench.loader.fill])
+            raise StoreError("once")
+
+    bench = Bench(4, join_and_fail, staging=1)
+    waiting, over = Step(1, np.array([0]), 8), Step(0, np.array([[0], [1]]), 8, share=1)
+    guard = bench.loader.guard(over)
+    bench.loader.acquire(over)
+    assert bench.loader.stage(over)
+    while over.loads:
+        bench.loader.arrivals(over)
+    announce = bench.loader.engine.announce
+
+    def let_others_go_first() -> None:
+        announce()
+        while others:
+            others.pop()()
+
+    monkeypatch.setattr(bench.loader.engine, "announce", let_others_go_first)
+    assert bench.loader.prefetch(1, 0)
+    assert waiting.arrived.qsize() == 1
+    bench.loader.arrivals(waiting)
+    bench.loader.release(waiting.slots)
     bench.close()
 
 

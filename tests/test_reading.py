@@ -111,7 +111,7 @@ def test_conversion_takes_few_buffers_however_much_is_asked_for(
     buffers = host.HostSlots.buffers
 
     def count(self: host.HostSlots, slot: int, layer: int) -> Any:
-        most.append(runtime._loader._num_reading)
+        most.append(runtime._loader._table.num_reading)
         return buffers(self, slot, layer)
 
     monkeypatch.setattr(host.HostSlots, "buffers", count)

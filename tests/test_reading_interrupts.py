@@ -81,9 +81,9 @@ def assert_nothing_lost(runtime: moecache.ExpertRuntime, model: Checkpoint) -> N
         pass
     runtime.cache.check()
     assert not runtime.pool._bounces._lent
-    assert not runtime._loader._loads
-    assert not runtime._loader._num_queued
-    assert not runtime._loader._num_reading
+    assert not runtime._loader._table.by_slot
+    assert not runtime._loader._table.num_queued
+    assert not runtime._loader._table.num_reading
 
 
 READS = list(itertools.product(ENGINES, (False, True)))

@@ -335,7 +335,7 @@ def test_a_forked_child_can_drop_what_it_inherited() -> None:
         lease = runtime.lease(0, np.array([1]))
         waves = runtime.waves(0, np.array([[1, 2]]))
         next(waves)
-        with runtime._loader._lock:
+        with runtime._loader._table.lock:
             child = os.fork()
             if child == 0:
                 waves.close()

@@ -17,3 +17,4 @@ cdef class Load:
 
     cdef bint was_taken_back(self) noexcept
     cdef bint is_useless(self) noexcept
+    cdef bint began_ahead(self) noexcept

@@ -4,7 +4,7 @@ A load is in one table of the loader's, from the claim of its slot until the slo
 or given back:
 
     claimed ---> QUEUED ---> READING ---> DONE ---> published, or abandoned
-                   |  buffers   |  the engine  |  `_bring_in`: uploaded, and told
+                   |  buffers   |  the engine  |  `Transfers`: uploaded, told
                    |  are free  |  gave it back|
                    +------------+--------------+--> cancelled: no step waits for it
                                    ^           |
@@ -85,3 +85,7 @@ cdef class Load:
         return self.cause is PREFETCH and not (
             self.urgent or self.waiting or self.was_taken_back()
         )
+
+    cdef bint began_ahead(self) noexcept:
+        """Whether the read began before a step asked for it."""
+        return self.cause is not DEMAND and self.cause is not BULK

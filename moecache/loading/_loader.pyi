@@ -1,6 +1,6 @@
 from collections.abc import Callable, Collection
 from queue import SimpleQueue
-from typing import Any, Self, final
+from typing import Self, final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ from moecache.loading._counts import LoadCounts
 from moecache.loading._guard import Guard
 from moecache.loading._load import Load
 from moecache.loading._step import Step
+from moecache.loading._table import LoadTable
 from moecache.loading.engine import Engine
 from moecache.loading.load import Cause
 from moecache.slots import SlotPool
@@ -21,7 +22,6 @@ CLOSE_TIMEOUT_S: float
 class SlotLoader:
     pool: SlotPool
     prefetch_done: Callable[[Load], object]
-    _cache: ExpertCache
     def __new__(
         cls,
         store: ExpertStore,
@@ -42,15 +42,9 @@ class SlotLoader:
     @property
     def num_in_flight(self) -> int: ...
     @property
-    def _lock(self) -> Any: ...
+    def _table(self) -> LoadTable: ...
     @property
     def _making_room(self) -> Collection[Step]: ...
-    @property
-    def _loads(self) -> dict[int, Load]: ...
-    @property
-    def _num_queued(self) -> int: ...
-    @property
-    def _num_reading(self) -> int: ...
     def guard(self, step: Step) -> Guard: ...
     def acquire(self, step: Step) -> None: ...
     def prefetch(

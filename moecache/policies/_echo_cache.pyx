@@ -6,7 +6,8 @@ from libc.stdint cimport int32_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from moecache.policies._echo cimport ECHO_TIME_DISCOUNT, Echo, echo_lowest_bit
+from moecache.policies._echo cimport Echo
+from moecache.policies._echo_loops cimport ECHO_TIME_DISCOUNT, echo_lowest_bit
 from moecache.policies._policy cimport RESIDENT, Node, Policy, settle
 
 from moecache.policies.registry import register
@@ -87,9 +88,9 @@ cdef class EchoCache(Policy):
     cdef const int* worths(self, int layer) noexcept nogil:
         # One sequence has none: a prompt's use says little about its decoding. Floats
         # from 0 to 1 are in the order of their bits.
-        if self.echo.num_current < 2:
+        if self.echo.sequences.num_current < 2:
             return NULL
-        return <const int*>(self.echo.values + <Py_ssize_t>layer * self.num_experts)
+        return <const int*>(self.echo.outlook.values + <Py_ssize_t>layer * self.num_experts)
 
     cdef void insert(self, int key, bint accessed) noexcept nogil:
         settle(self, key, RESIDENT)
@@ -145,7 +146,7 @@ cdef class EchoCache(Policy):
     cdef void begin_sequence(self) noexcept nogil:
         # One of the caches that share it is enough.
         if self.first_layer == 0:
-            self.echo.between = True
+            self.echo.sequences.between = True
 
     cdef void reset(self) noexcept nogil:
         cdef int layer
@@ -184,7 +185,7 @@ cdef class EchoCache(Policy):
         cdef Node* nodes = self.nodes + base
         cdef const uint64_t* present = self.present + <Py_ssize_t>layer * self.echo.num_words
         cdef const float* values = (
-            self.echo.values + <Py_ssize_t>(self.first_layer + layer) * self.num_experts
+            self.echo.outlook.values + <Py_ssize_t>(self.first_layer + layer) * self.num_experts
         )
         for w in range(self.echo.num_words):
             bits = present[w]
@@ -203,7 +204,7 @@ cdef class EchoCache(Policy):
 
     cdef void consider(self, int key) noexcept nogil:
         cdef int layer = key // self.num_experts
-        cdef float value = self.echo.values[
+        cdef float value = self.echo.outlook.values[
             <Py_ssize_t>self.first_layer * self.num_experts + key
         ]
         # Values that have changed since are compared when a victim is wanted.
@@ -228,9 +229,8 @@ cdef class EchoCache(Policy):
         cdef int ahead = layer - self.echo.layer
         if ahead <= 0:
             ahead += self.echo.num_layers
-        return (
-            self.echo.values[self.first_layer * self.num_experts + key] * self.discounts[ahead]
-        )
+        key += self.first_layer * self.num_experts
+        return self.echo.outlook.values[key] * self.discounts[ahead]
 
 
 def _make(part, ring=True):

@@ -21,7 +21,9 @@ from moecache.study.statistics import TraceStatistics, coactivation, statistics
 from moecache.study.sweeps import sweep
 from moecache.study.table import Table
 from moecache.study.timing import Timing, simulate_time
-from moecache.traces.trace import Trace, concatenate, from_log, interleave
+from moecache.traces.joining import concatenate, interleave
+from moecache.traces.recording import from_log
+from moecache.traces.trace import Trace
 
 __all__ = [
     "MissRatioCurve",

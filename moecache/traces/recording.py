@@ -9,12 +9,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy.typing as npt
+
 from moecache.cache._cache import ExpertCache
 from moecache.cache._route_log import RouteLog
 from moecache.errors import ConfigError, MoeCacheError
 from moecache.files import check_replaced
 from moecache.layout import ExpertLayout
-from moecache.traces.trace import TRACE_FILE, Trace, from_log
+from moecache.traces.trace import TRACE_FILE, Trace
+from moecache.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,45 @@ class Recording:
     ) -> None:
         """End the recording, also after a failure."""
         self.close()
+
+
+def from_log(log: RouteLog, *, layers: npt.ArrayLike | None = None, **metadata: Any) -> Trace:
+    """Return what a log has noted as a trace.
+
+    A pass over the layers is a step, and each of its rows a token: prefill where
+    there are several, decode where there is one. See `RouteLog.trace_parts`; steps that
+    it leaves out are a warning, and `num_dropped_steps` in the metadata.
+
+    Parameters
+    ----------
+    log : RouteLog
+    layers : array of integers, optional
+        The model's own layer numbers.
+    **metadata
+        As for `Trace`.
+    """
+    experts, phase, sequence, step, bulk, num_left_out = log.trace_parts()
+    if num_left_out:
+        logger.warning(
+            "trace.cut left_out=%d of=%d steps: with them the trace would take more than %s; give "
+            "RouteLog or record_trace a larger max_bytes=, or each step [tokens, top_k] ids",
+            num_left_out,
+            log.num_steps,
+            format_bytes(log.max_bytes),
+        )
+    if log.num_dropped + num_left_out:
+        metadata["num_dropped_steps"] = log.num_dropped + num_left_out
+    experts.flags.writeable = False
+    return Trace(
+        experts,
+        num_experts=log.num_experts,
+        phase=phase,
+        sequence=sequence,
+        step=step,
+        bulk=bulk,
+        layers=layers,
+        **metadata,
+    )
 
 
 def record(

@@ -16,9 +16,8 @@ The file is an .npz with these arrays:
 import hashlib
 import html
 import json
-import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, Self
@@ -26,7 +25,6 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from moecache.cache._route_log import RouteLog
 from moecache.errors import ConfigError, FormatError
 from moecache.files import Kind
 from moecache.traces._checks import (
@@ -40,9 +38,6 @@ from moecache.traces._checks import (
     vector,
 )
 from moecache.traces.files import read_arrays, write_arrays
-from moecache.units import format_bytes
-
-logger = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_EXPERTS = 2**20
@@ -414,107 +409,3 @@ class Trace:
             dict(self.metadata),
         )
         return taken
-
-
-def from_log(log: RouteLog, *, layers: npt.ArrayLike | None = None, **metadata: Any) -> Trace:
-    """Return what a log has noted as a trace.
-
-    A pass over the layers is a step, and each of its rows a token: prefill where
-    there are several, decode where there is one. See `RouteLog.trace_parts`; steps that
-    it leaves out are a warning, and `num_dropped_steps` in the metadata.
-
-    Parameters
-    ----------
-    log : RouteLog
-    layers : array of integers, optional
-        The model's own layer numbers.
-    **metadata
-        As for `Trace`.
-    """
-    experts, phase, sequence, step, bulk, num_left_out = log.trace_parts()
-    if num_left_out:
-        logger.warning(
-            "trace.cut left_out=%d of=%d steps: with them the trace would take more than %s; give "
-            "RouteLog or record_trace a larger max_bytes=, or each step [tokens, top_k] ids",
-            num_left_out,
-            log.num_steps,
-            format_bytes(log.max_bytes),
-        )
-    if log.num_dropped + num_left_out:
-        metadata["num_dropped_steps"] = log.num_dropped + num_left_out
-    experts.flags.writeable = False
-    return Trace(
-        experts,
-        num_experts=log.num_experts,
-        phase=phase,
-        sequence=sequence,
-        step=step,
-        bulk=bulk,
-        layers=layers,
-        **metadata,
-    )
-
-
-def concatenate(traces: Sequence[Trace]) -> Trace:
-    """Return traces of one model one after the other.
-
-    Sequences stay apart, steps go on counting. Rows that are narrower than others
-    are padded. Metadata is what all have in common.
-
-    Raises
-    ------
-    ConfigError
-        If there is no trace, or their shapes differ.
-    """
-    return _join(traces, [np.full(len(trace), number) for number, trace in enumerate(traces)])
-
-
-def interleave(traces: Sequence[Trace]) -> Trace:
-    """Return traces of one model as a batch: a row of each in turn, as one step.
-
-    A trace that ends earlier leaves the batch. For measuring what batching does to a
-    cache: the steps are new, and `bulk` where they have several rows.
-
-    Raises
-    ------
-    ConfigError
-        If there is no trace, or their shapes differ.
-    """
-    return _join(traces, [np.arange(len(trace)) for trace in traces], together=True)
-
-
-def _join(traces: Sequence[Trace], rounds: list[np.ndarray], *, together: bool = False) -> Trace:
-    if not traces:
-        raise ConfigError("there is no trace to join")
-    first = traces[0]
-    for trace in traces[1:]:
-        if trace.num_experts != first.num_experts or not np.array_equal(trace.layers, first.layers):
-            raise ConfigError(f"{trace!r} and {first!r} are not of one model")
-    top_k = max(trace.top_k for trace in traces)
-    order = np.argsort(np.concatenate(rounds), kind="stable")
-    experts, sequences, steps = [], [], []
-    num_sequences = num_steps = 0
-    for trace in traces:
-        padding = ((0, 0), (0, 0), (0, top_k - trace.top_k))
-        experts.append(np.pad(trace.experts, padding, constant_values=-1))
-        numbers = np.unique(trace.sequence, return_inverse=True)[1].astype(np.int32)
-        sequences.append(numbers + num_sequences)
-        num_sequences += int(numbers.max(initial=-1)) + 1
-        passes = np.cumsum(np.diff(trace.step, prepend=trace.step[:1]) != 0).astype(np.int32)
-        steps.append(passes + num_steps)
-        num_steps += trace.num_steps
-    common = {
-        name: value
-        for name, value in first.metadata.items()
-        if all(trace.metadata.get(name) == value for trace in traces)
-    }
-    return Trace(
-        np.concatenate(experts)[order],
-        num_experts=first.num_experts,
-        phase=np.concatenate([trace.phase for trace in traces])[order],
-        sequence=np.concatenate(sequences)[order],
-        step=np.concatenate(rounds if together else steps)[order],
-        bulk=None if together else np.concatenate([trace.bulk for trace in traces])[order],
-        layers=first.layers,
-        **common,
-    )

@@ -65,7 +65,7 @@ class LockWatch:
 
     def prepare(self) -> None:
         """Look at the lock."""
-        assert not self.loader._lock.locked(), "the lock is held while time passes"
+        assert not self.loader._table.lock.locked(), "the lock is held while time passes"
 
     def deliver(self) -> None:
         """Do nothing."""

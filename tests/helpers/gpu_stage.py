@@ -87,15 +87,15 @@ def run_tests(mark: Path, arguments: list[str]) -> int:
 
 def run_benchmark(mark: Path, name: str, result: str) -> int:
     """Run a benchmark small, until one of its parts is done."""
-    from bench import gpu, gpu_copies, gpu_decode, gpu_formats, gpu_memory
+    from bench import gpu, gpu_contest, gpu_copies, gpu_formats, gpu_memory
     from bench.checkpoint import StackSize
     from bench.gpu_copies import Shape
     from tests.helpers.fake_device import FakeDevice
 
     if name == "model":
         return run_model(mark, result)
-    second: Any = stopping(mark, gpu_decode.Contest._run)
-    gpu_decode.Contest._run = second  # type: ignore[method-assign]
+    second: Any = stopping(mark, gpu_contest.Contest._run)
+    gpu_contest.Contest._run = second  # type: ignore[method-assign]
     gpu_formats._row = stopping(mark, gpu_formats._row)
     gpu_copies.look_ups = gpu_memory.rounds = lambda *_, **__: stop(mark)
     options = [name, "--json", result]

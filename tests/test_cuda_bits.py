@@ -88,7 +88,8 @@ class Run:
         self._scratch = scratch
         self.kind = kind_of(store.layout, 0, None)
         self.launches = Launches(pool, "relu", is_interleaved=False, alpha=0, limit=0)
-        device.prepare(self.launches.kernels(self.kind))
+        self._plan = self.launches.plan(self.kind)
+        device.prepare([kernel for kernel, _, _ in self._plan.entries.values()])
         rng = np.random.default_rng(1)
         ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
         self.table = np.arange(EXPERTS, dtype=np.int32)[::-1].copy()
@@ -107,7 +108,7 @@ class Run:
     def step(self, hidden: np.ndarray, out: Any) -> Step:
         """Return a step of hidden states."""
         x, weights, place = self.place(hidden), self.place(self.weights), self._device.locate(out)
-        return Step(0, x, weights, place, TOKENS, TOP_K, self.kind, self._scratch)
+        return Step(0, x, weights, place, TOKENS, TOP_K, self._plan, self._scratch)
 
     def result(
         self, shape: tuple[int, ...], dtype: np.dtype, launch: Callable[[Any], object]

@@ -87,6 +87,26 @@ def test_loads_are_of_128_bits_and_many_are_under_way(arch: int) -> None:
 
 
 @disassembled
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *("gate_up_bf16", "down_bf16", "multiply_gate_up_bf16", "multiply_down_bf16"),
+        *("gather_bf16", "activate_bf16", "combine_bf16", "combine_rows_bf16"),
+    ],
+)
+def test_an_argument_is_read_where_it_is(kernel: str) -> None:
+    """No lane has a copy of the struct in its memory."""
+    assert not any(name.startswith(("LDL", "STL")) for name in instructions(kernel, 90))
+
+
+@disassembled
+def test_several_rows_are_on_their_way_to_a_sum() -> None:
+    """A loop for each kind of weights, and more than one row's load at a time."""
+    code = instructions("combine_rows_bf16", 90)
+    assert sum(name.startswith("LDG") for name in code) >= 32
+
+
+@disassembled
 def test_fp8_becomes_halves_by_the_hardware() -> None:
     """Two codes by an instruction, where there is one; the others are put together from bits."""
     kernel = "gate_up_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2"

@@ -105,8 +105,9 @@ class CudaExperts:
         self._is_freed = False  # what tokens have, or it will be by the last call
         self._frees_late = False
         self._table: DeviceArray | None = None  # the slot of each expert of the model
+        self._plans = [self._launches.plan(kind) for kind in self._kinds]
         # Here rather than in the first token: compiling takes seconds, the first time on a machine.
-        names = [name for kind in self._kinds for name in self._launches.kernels(kind)]
+        names = [kernel for plan in self._plans for kernel, _, _ in plan.entries.values()]
         self._device.prepare(list(dict.fromkeys(names)))
         self._ring = CopyRing(self._device)
         self._waves = Waves(self._pool, self._launches, self._ring)
@@ -150,8 +151,8 @@ class CudaExperts:
             return out
         runtime, device = self._alive(), self._device
         self._layout.check(layer)
-        kind = self._kinds[layer]
-        size, dtype = kind.size, kind.dtype
+        plan = self._plans[layer]
+        size, dtype = plan.kind.size, plan.kind.dtype
         x, w = device.locate(hidden), device.locate(weights)
         on_host = isinstance(ids, (list, tuple)) or device.is_on_host(ids)
         chosen = host_ids(ids) if on_host else device.locate(ids)
@@ -172,7 +173,7 @@ class CudaExperts:
             return out
         scratch = self._enter(stream, capturing=capturing)
         try:
-            step = Step(layer, x, w, target, num_tokens, top_k, kind, scratch)
+            step = Step(layer, x, w, target, num_tokens, top_k, plan, scratch)
             if self._tokens is not None and self._tokens.is_open:
                 launch = self._take_step(runtime, self._tokens, step, ids, chosen)
                 if launch is not None and not capturing:

@@ -6,6 +6,19 @@
 // gate's rows lie above up's or, if interleaved, in turns with them. A slot holds gate_up, down
 // [hidden, width] and biases, each at its offset.
 
+// What all launches over a layer's experts have alike: of the first matrix and what becomes of its
+// products, and of down. The kernels' arguments end with these; _structs.py has them, too.
+struct LayerGate {
+    long long slot_stride, offset, bias_offset;
+    int bias_kind, is_interleaved, hidden, width, activation;
+    float alpha, limit;
+};
+
+struct LayerDown {
+    long long slot_stride, offset, bias_offset;
+    int bias_kind, hidden, width;
+};
+
 // Addresses in the slots of a pool.
 struct Slots {
     const u8* first;

@@ -3,13 +3,13 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 
-from moecache.cuda._launches import DECODE_ARGUMENTS
+from moecache.cuda._structs import STRUCTS
 from tests.helpers.cuda_emulator import EmulatedKernels, address_of
 
 DTYPES: dict[str, np.dtype] = {
@@ -24,7 +24,6 @@ PAGE_BYTES = mmap.PAGESIZE
 
 # Tokens, choices of each, experts, hidden size and width.
 Sizes = tuple[int, int, int, int, int]
-Arguments = list[np.generic]
 Place = Callable[[np.ndarray], np.ndarray]
 
 
@@ -45,6 +44,18 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     """Return the norm of the difference as a share of the expected norm."""
     wide = found.astype(np.float64)
     return float(np.linalg.norm(wide - expected) / np.linalg.norm(expected))
+
+
+def argument(
+    entry: str, arrays: Mapping[str, np.ndarray], numbers: Mapping[str, float]
+) -> list[np.ndarray]:
+    """Return what a kernel is given: its struct, whose other fields are zero."""
+    given = np.zeros(1, STRUCTS[entry].dtype)
+    for name, array in arrays.items():
+        given[name] = address_of(array)
+    for name, number in numbers.items():
+        given[name] = number
+    return [given]
 
 
 def ends_at_guard(array: np.ndarray) -> np.ndarray:
@@ -175,7 +186,6 @@ class Layer:
         h = self.place(np.full((self.ids.size, self.width), np.nan, np.float32))
         out = self.place(np.zeros_like(self.x)) if out is None else out
         barrier = self.place(np.zeros(1, np.uint64)) if barrier is None else barrier
-        given = np.zeros(1, DECODE_ARGUMENTS)
         arrays = {
             "x": self.x,
             "ids": self.ids,
@@ -186,16 +196,39 @@ class Layer:
             "out": out,
             "barrier": barrier,
         }
-        for name, array in arrays.items():
-            given[name] = address_of(array)
-        for name in ("slot_stride", "gate_up_offset", "down_offset", "num_tokens", "top_k"):
-            given[name] = getattr(self, name)
-        for name in ("num_experts", "hidden", "width", "activation"):
-            given[name] = getattr(self, name)
-        given["ids_kind"], given["weights_kind"] = self.ids.itemsize == 8, self.own_weights
-        given["num_slots"], given["step_gate"] = len(self.slots), gate
-        module.launch(f"decode_{self.suffix}", grid, BLOCK, [given], cooperative=True, seed=seed)
+        numbers = {
+            "step_gate": gate,
+            "ids_kind": self.ids.itemsize == 8,
+            "weights_kind": self.own_weights,
+            "num_tokens": self.num_tokens,
+            "top_k": self.top_k,
+            "num_experts": self.num_experts,
+            "num_slots": len(self.slots),
+        }
+        given = argument("decode", arrays, {**numbers, **self.of_gate, **self.of_down})
+        module.launch(f"decode_{self.suffix}", grid, BLOCK, given, cooperative=True, seed=seed)
         return out
+
+    @property
+    def of_gate(self) -> dict[str, int]:
+        """What arguments have of gate and up."""
+        return {
+            "gate.slot_stride": self.slot_stride,
+            "gate.offset": self.gate_up_offset,
+            "gate.hidden": self.hidden,
+            "gate.width": self.width,
+            "gate.activation": self.activation,
+        }
+
+    @property
+    def of_down(self) -> dict[str, int]:
+        """What arguments have of down."""
+        return {
+            "down.slot_stride": self.slot_stride,
+            "down.offset": self.down_offset,
+            "down.hidden": self.hidden,
+            "down.width": self.width,
+        }
 
     def by_parts(
         self,
@@ -208,22 +241,29 @@ class Layer:
         h = self.place(np.full((self.ids.size, self.width), np.nan, np.float32))
         rows = self.place(np.full((self.ids.size, self.hidden), np.nan, np.float32))
         out = self.place(np.zeros_like(self.x))
-        sizes: Arguments = [np.int32(self.hidden), np.int32(self.width)]
         for chosen in lists:
             pairs = self.place(np.array(chosen, np.int32))
             slots = self.place(self.slot_table[self.ids.ravel()[pairs]])
-            listed: Arguments = [address_of(slots), address_of(pairs), np.int32(pairs.size)]
-            where: Arguments = [address_of(self.slots), np.int64(self.slot_stride)]
-            first: Arguments = [address_of(self.x), *listed, *where, np.int64(self.gate_up_offset)]
-            first += [np.int64(0), np.int32(0), np.int32(0), np.int32(self.top_k), *sizes]
-            first += [np.int32(self.activation), np.float32(0), np.float32(0), address_of(h)]
-            second: Arguments = [*listed, *where, np.int64(self.down_offset)]
-            second += [np.int64(0), np.int32(0), *sizes]
-            second += [address_of(h), address_of(rows)]
+            arrays = {"pair_slots": slots, "pairs": pairs, "first_slot": self.slots, "h": h}
+            first = argument(
+                "gate_up",
+                {**arrays, "x": self.x},
+                {"num_pairs": pairs.size, "top_k": self.top_k, **self.of_gate},
+            )
+            second = argument(
+                "down", {**arrays, "rows": rows}, {"num_pairs": pairs.size, **self.of_down}
+            )
             module.launch(f"gate_up_{self.suffix}", grid, BLOCK, first, seed=seed)
             module.launch(f"down_{self.suffix}", grid, BLOCK, second, seed=seed)
-        last: Arguments = [address_of(rows), address_of(self.weights), np.int32(self.own_weights)]
-        last += [np.int32(self.num_tokens), np.int32(self.top_k), np.int32(self.hidden)]
-        last += [address_of(out)]
+        last = argument(
+            "combine_rows",
+            {"rows": rows, "weights": self.weights, "out": out},
+            {
+                "weights_kind": self.own_weights,
+                "num_tokens": self.num_tokens,
+                "top_k": self.top_k,
+                "hidden": self.hidden,
+            },
+        )
         module.launch(f"combine_rows_{self.suffix}", grid, BLOCK, last, seed=seed)
         return out

@@ -39,6 +39,7 @@ SIZES = [
     (1, 2, 4, 1032, 520),
 ]
 
+either = pytest.mark.parametrize("is_gated", [True, False], ids=["gate", "no gate"])
 every_type = pytest.mark.parametrize("suffix", DTYPES)
 every_size = pytest.mark.parametrize(
     ("sizes", "suffix"),
@@ -64,18 +65,20 @@ def bits(array: np.ndarray) -> bytes:
 
 
 @every_size
+@either
 def test_decode_is_the_routed_feed_forward(
-    kernels: EmulatedKernels, suffix: str, sizes: Sizes
+    kernels: EmulatedKernels, suffix: str, sizes: Sizes, is_gated: bool
 ) -> None:
     """One launch gives what float64 gives, to the type's precision."""
-    layer = Layer(suffix, sizes)
+    layer = Layer(suffix, sizes, is_gated=is_gated)
     assert relative_error(layer.decode(kernels), layer.expected()) < TOLERANCES[suffix]
 
 
 @every_type
-@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
+@either
 def test_decode_knows_every_activation(
-    kernels: EmulatedKernels, suffix: str, activation: int
+    kernels: EmulatedKernels, suffix: str, activation: int, is_gated: bool
 ) -> None:
     """The activation is the one asked for, with ids of 64 bits and weights of the type."""
     layer = Layer(
@@ -85,14 +88,18 @@ def test_decode_knows_every_activation(
         ids_dtype=np.int64,
         own_weights=True,
         padding_bytes=16,
+        is_gated=is_gated,
     )
     assert relative_error(layer.decode(kernels), layer.expected()) < TOLERANCES[suffix]
 
 
 @every_size
-def test_decode_equals_its_parts(kernels: EmulatedKernels, suffix: str, sizes: Sizes) -> None:
+@either
+def test_decode_equals_its_parts(
+    kernels: EmulatedKernels, suffix: str, sizes: Sizes, is_gated: bool
+) -> None:
     """Bit for bit, whatever the grid and however pairs are split into lists."""
-    layer = Layer(suffix, sizes)
+    layer = Layer(suffix, sizes, is_gated=is_gated)
     decoded = bits(layer.decode(kernels))
     order = np.random.default_rng(1).permutation(layer.ids.size).tolist()
     splits = [[order], [order[:1], order[1:]], [[pair] for pair in range(layer.ids.size)]]
@@ -102,19 +109,23 @@ def test_decode_equals_its_parts(kernels: EmulatedKernels, suffix: str, sizes: S
 
 
 @every_type
-def test_decode_does_not_depend_on_grid_and_order(kernels: EmulatedKernels, suffix: str) -> None:
+@either
+def test_decode_does_not_depend_on_grid_and_order(
+    kernels: EmulatedKernels, suffix: str, is_gated: bool
+) -> None:
     """Every grid, every order of warps: the same bits, or a barrier is missing."""
-    layer = Layer(suffix, (2, 3, 6, 72, 48))
+    layer = Layer(suffix, (2, 3, 6, 72, 48), is_gated=is_gated)
     decoded = bits(layer.decode(kernels, grid=1))
     for seed in range(6):
         assert bits(layer.decode(kernels, grid=seed % 4 + 2, seed=seed)) == decoded
 
 
 @every_type
-def test_alignment_has_no_say(kernels: EmulatedKernels, suffix: str) -> None:
+@either
+def test_alignment_has_no_say(kernels: EmulatedKernels, suffix: str, is_gated: bool) -> None:
     """Rows read by the element are summed in the order of those read in chunks."""
-    layer = Layer(suffix, (2, 3, 6, 64, 48))
-    moved = Layer(suffix, (2, 3, 6, 64, 48), padding_bytes=4)
+    layer = Layer(suffix, (2, 3, 6, 64, 48), is_gated=is_gated)
+    moved = Layer(suffix, (2, 3, 6, 64, 48), padding_bytes=4, is_gated=is_gated)
     assert bits(moved.decode(kernels)) == bits(layer.decode(kernels))
     shifted = np.empty(layer.x.size + 1, layer.x.dtype)[1:].reshape(layer.x.shape)
     shifted[...] = layer.x
@@ -169,11 +180,12 @@ def test_slots_that_are_not_there_make_their_tokens_nan(
 @every_type
 @pytest.mark.parametrize("place", [ends_at_guard, starts_at_guard])
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 7, 5), (3, 2, 4, 72, 48)], ids=str)
+@either
 def test_nothing_is_touched_outside_the_buffers(
-    kernels: EmulatedKernels, suffix: str, place: Place, sizes: Sizes
+    kernels: EmulatedKernels, suffix: str, place: Place, sizes: Sizes, is_gated: bool
 ) -> None:
     """Every buffer adjoins a page where an access is an error."""
-    layer = Layer(suffix, sizes, place=place)
+    layer = Layer(suffix, sizes, place=place, is_gated=is_gated)
     decoded = layer.decode(kernels)
     assert relative_error(decoded, layer.expected()) < TOLERANCES[suffix]
     assert bits(layer.by_parts(kernels, [[1, 0], [*range(2, layer.ids.size)]])) == bits(decoded)
@@ -250,19 +262,20 @@ def gathered(kernels: EmulatedKernels, suffix: str, hidden: int, place: Place = 
 
 
 def activated(kernels: EmulatedKernels, suffix: str, width: int, place: Place = np.array) -> None:
-    """Check activation(gate) * up, every activation."""
+    """Check activation(gate) * up, and activation(up) alone, every activation."""
     rng = np.random.default_rng(0)
-    both = place((3 * rng.standard_normal((5, 2 * width))).astype(DTYPES[suffix]))
-    wide = both.astype(np.float64)
-    for number, activation in enumerate(ACTIVATIONS):
+    drawn = (3 * rng.standard_normal((5, 2 * width))).astype(DTYPES[suffix])
+    for is_gated, (number, activation) in itertools.product((1, 0), enumerate(ACTIVATIONS)):
+        both = place(np.ascontiguousarray(drawn[:, : width * (1 + is_gated)]))
+        wide = both.astype(np.float64)
         out = place(np.zeros((5, width), DTYPES[suffix]))
         given = argument(
             "activate",
             {"both": both, "out": out},
-            {"num_rows": 5, "width": width, "activation": number},
+            {"num_rows": 5, "width": width, "is_gated": is_gated, "activation": number},
         )
         kernels.launch(f"activate_{suffix}", 2, BLOCK, given)
-        expected = activation(wide[:, :width]) * wide[:, width:]
+        expected = activation(wide[:, :width]) * (wide[:, width:] if is_gated else 1)
         assert relative_error(out, expected) < TOLERANCES[suffix]
 
 
@@ -297,16 +310,19 @@ def test_bulk_kernels(kernels: EmulatedKernels, suffix: str, size: int) -> None:
     combined(kernels, suffix, size)
 
 
-@pytest.mark.parametrize("activation", range(4))
-def test_extreme_values_are_numpys(kernels: EmulatedKernels, activation: int) -> None:
+@pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
+@either
+def test_extreme_values_are_numpys(
+    kernels: EmulatedKernels, activation: int, is_gated: bool
+) -> None:
     """Infinity, NaN and what overflows an exponential."""
     gate = np.array([-1e4, 1e4, -np.inf, np.inf, np.nan, -0.0, 1e-40, 88.8, -88.8], np.float32)
-    both = np.concatenate([gate, np.ones_like(gate)])
+    both = np.concatenate([gate, np.ones_like(gate)]) if is_gated else gate
     out = np.zeros_like(gate)
     given = argument(
         "activate",
         {"both": both, "out": out},
-        {"num_rows": 1, "width": gate.size, "activation": activation},
+        {"num_rows": 1, "width": gate.size, "is_gated": is_gated, "activation": activation},
     )
     kernels.launch("activate_f32", 1, BLOCK, given)
     with np.errstate(all="ignore"):

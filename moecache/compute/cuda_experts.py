@@ -34,7 +34,8 @@ _MAX_PREPARED = 4096  # launches, of some hundred bytes each
 class CudaExperts:
     """Computes down(activation(gate(x)) * up(x)) of each token's experts, and their weighted sum.
 
-    Experts may have biases, and be quantised: weights are dequantised in registers.
+    Experts without a gate are down(activation(up(x))). Experts may have biases, and be quantised:
+    weights are dequantised in registers.
     Sums are in float32. The result depends on the number of tokens, and on nothing else: not on
     what was in the cache, nor on the order in which experts arrived. Up to 4 tokens are computed
     by kernels that stream the weights: in one launch where every expert of the model is resident,
@@ -52,9 +53,10 @@ class CudaExperts:
     ----------
     runtime : ExpertRuntime
         Its slots are on a GPU; this is closed with it.
-    activation : {"silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu"}, default "silu"
-        "swiglu" is gpt-oss's: both limited, gate * sigmoid(alpha * gate) * (up + 1);
-        "clamped_silu" is DeepSeek-V4's: both limited, silu(gate) * up.
+    activation : str, default "silu"
+        "silu", "gelu", "gelu_tanh", "relu", "relu2" (ReLU squared), or one that takes a gate:
+        "swiglu" is gpt-oss's, both limited, gate * sigmoid(alpha * gate) * (up + 1);
+        "clamped_silu" is DeepSeek-V4's, both limited, silu(gate) * up.
     is_interleaved : bool, default False
         Whether rows of gate and up alternate; else gate's are above up's.
     alpha, limit : float
@@ -66,8 +68,8 @@ class CudaExperts:
     Raises
     ------
     ConfigError
-        If the slots are in RAM, or the experts are not gated feed-forward alone, or no kernel
-        reads their type or format.
+        If the slots are in RAM, or the experts are no feed-forward of one gate at most, or no
+        kernel reads their type or format.
     """
 
     def __init__(

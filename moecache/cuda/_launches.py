@@ -13,13 +13,13 @@ from moecache.cuda._token_memory import TokenMemory
 from moecache.cuda.device import Device, DeviceArray, Product, Stream
 from moecache.errors import ConfigError
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu", "clamped_silu")
 _SWIGLU = ACTIVATIONS.index("swiglu")
 _STREAMED = ("decode", "gate_up", "down", "combine_rows")
 _MULTIPLIED = ("gather", "activate", "combine")
 _GROUPED = ("multiply_gate_up", "multiply_down", "combine")
-# Pairs of a tile, and rows that a block takes of gate_up's halves and of down: as in products.cu.
-_TILE_PAIRS, _TILE_PARTS = 64, {"gate_up": 64, "down": 128}
+# Pairs of a tile, and rows of a matrix that a block takes: as in products.cu.
+_TILE_PAIRS, _TILE_ROWS = 64, 128
 _WARPS = 256 // 32
 # Blocks for each multiprocessor, of kernels that take any number.
 _MOST_BLOCKS = 12
@@ -180,11 +180,24 @@ class Launches:
         return kind.is_plain and is_usual
 
     def plan(self, kind: ExpertKind) -> Plan:
-        """Return what the launches over such experts have alike, and which kernels these need."""
+        """Return what the launches over such experts have alike, and which kernels these need.
+
+        Raises
+        ------
+        ConfigError
+            If there is no gate, but rows of one alternate or the activation takes one.
+        """
+        if not kind.is_gated and self._is_interleaved:
+            raise ConfigError("rows of gate and up alternate, and these experts have no gate")
+        if not kind.is_gated and self._activation >= _SWIGLU:
+            raise ConfigError(
+                f"activation {ACTIVATIONS[self._activation]!r} takes gate and up, and these "
+                "experts have no gate"
+            )
         many = _MULTIPLIED if self.is_multiplied(kind) else ()
         entries = _STREAMED + (_GROUPED if self.is_grouped(kind) else many)
         gate = (
-            *self._place(kind, "gate_up"),
+            *self._place(kind, kind.wide),
             *(self._is_interleaved, kind.size, kind.width, self._activation, *self._limits),
         )
         down = (*self._place(kind, "down"), kind.size, kind.width)
@@ -258,13 +271,13 @@ class Launches:
 
     def multiply_gate_up(self, step: Step, tiles: "Tiles", h: int) -> None:
         """Compute h of a wave's pairs, in their order, in the type of hidden states."""
-        blocks = self._blocks(tiles.num_tiles * -(-step.width // _TILE_PARTS["gate_up"]), 1)
+        blocks = self._blocks(tiles.num_tiles * -(-step.kind.wide_rows // _TILE_ROWS), 1)
         addresses = (step.x.address, tiles.address, tiles.pairs, self._pool.address, h)
         self._launch("multiply_gate_up", step, blocks, *addresses, tiles.num_tiles, step.top_k)
 
     def multiply_down(self, step: Step, tiles: "Tiles", h: int, rows: int) -> None:
         """Compute the rows of a wave's pairs, row p that of pair p, from their h."""
-        blocks = self._blocks(tiles.num_tiles * -(-step.size // _TILE_PARTS["down"]), 1)
+        blocks = self._blocks(tiles.num_tiles * -(-step.size // _TILE_ROWS), 1)
         addresses = (h, tiles.address, tiles.pairs, self._pool.address, rows)
         self._launch("multiply_down", step, blocks, *addresses, tiles.num_tiles)
 
@@ -276,8 +289,8 @@ class Launches:
         )
 
     def activate(self, step: Step, both: int, count: int, h: int) -> None:
-        """Compute activation(gate) * up of rows."""
-        numbers = (count, step.width, self._activation)
+        """Compute activation(gate) * up of rows, or activation(up) where there is no gate."""
+        numbers = (count, step.width, step.kind.is_gated, self._activation)
         self._launch("activate", step, self._blocks(count, 1), both, h, *numbers)
 
     def combine(self, step: Step, rows: int, place: int) -> None:
@@ -286,7 +299,8 @@ class Launches:
 
     def multiply(self, step: Step, role: str, wave: Any, rows: int, out: int) -> None:
         """Compute a product with a role of each of a wave's experts."""
-        n, k = (2 * step.width, step.size) if role == "gate_up" else (step.size, step.width)
+        kind = step.kind
+        n, k = (kind.size, kind.width) if role == "down" else (kind.wide_rows, kind.size)
         item, bounds = step.dtype.itemsize, wave.offsets.tolist()
         products = [
             Product(

@@ -92,7 +92,7 @@ STRUCTS = {
     ),
     "multiply_down": KernelStruct(_fields("Q h tiles pairs first_slot rows", "i num_tiles"), _DOWN),
     "gather": KernelStruct(_fields("Q x pairs out", "i num_pairs top_k hidden")),
-    "activate": KernelStruct(_fields("Q both out", "q num_rows", "i width activation")),
+    "activate": KernelStruct(_fields("Q both out", "q num_rows", "i width is_gated activation")),
     "combine": _COMBINED,
     "combine_rows": _COMBINED,
 }

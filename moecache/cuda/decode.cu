@@ -4,7 +4,8 @@
 // All ways take the same dot products, of one row each, and add them in the order of a token's
 // choices: `decode` equals its parts bit for bit.
 
-constexpr unsigned ELEMENTS = GateUp::ELEMENTS; // of h that a warp takes
+constexpr unsigned GATE_UP_ROWS = 2 * GateUp::ELEMENTS; // that a warp takes
+constexpr unsigned ELEMENTS = GATE_UP_ROWS / ROWS_OF_H; // of h, for which these are
 constexpr unsigned BLOCKS = GateUp::BLOCKS < Down::BLOCKS ? GateUp::BLOCKS : Down::BLOCKS;
 
 // Tasks of an expert's first half: a warp takes ELEMENTS of h.
@@ -19,25 +20,28 @@ __device__ inline void compute_h(
 {
     const int width = how.width, hidden = how.hidden;
     const u8* matrix = slots.at(slot, how.offset);
-    GateUp::At rows[2 * ELEMENTS];
+    GateUp::At rows[GATE_UP_ROWS];
 #pragma unroll
-    for (unsigned e = 0; e < ELEMENTS; e++) {
-        const unsigned part = first + e < (unsigned)width ? first + e : width - 1;
-        const int gate = gate_row(part, how.is_interleaved);
-        const int up = up_row(part, width, how.is_interleaved);
-        rows[2 * e] = gate_up_row(matrix, gate, hidden, width);
-        rows[2 * e + 1] = gate_up_row(matrix, up, hidden, width);
+    for (unsigned r = 0; r < GATE_UP_ROWS; r++) {
+        const unsigned at = first + r / ROWS_OF_H, part = at < (unsigned)width ? at : width - 1;
+        const bool is_gate = r % ROWS_OF_H == 0;
+        rows[r] = gate_up_row(
+            matrix, row_of_h(part, is_gate, width, how.is_interleaved), hidden, width);
     }
-    float sums[2 * ELEMENTS];
+    float sums[GATE_UP_ROWS];
     GateUp::dots<Hidden>(rows, x, hidden, sums);
-    using Sums = RowSums<2 * ELEMENTS>;
-    float gate = Sums::total(sums), up = __shfl_xor_sync(ALL_LANES, gate, Sums::LANES);
-    const unsigned part = first + Sums::row() / 2;
-    if (!Sums::is_first() || Sums::row() % 2 || part >= (unsigned)width) return;
+    using Sums = RowSums<GATE_UP_ROWS>;
+    float value = Sums::total(sums);
+    float up = IS_GATED ? __shfl_xor_sync(ALL_LANES, value, Sums::LANES) : 0.0f;
+    const unsigned part = first + Sums::row() / ROWS_OF_H;
+    if (!Sums::is_first() || Sums::row() % ROWS_OF_H || part >= (unsigned)width) return;
     const u8* bias = slots.at(slot, how.bias_offset);
-    gate = with_bias(gate, bias, how.bias_kind, gate_row(part, how.is_interleaved));
-    up = with_bias(up, bias, how.bias_kind, up_row(part, width, how.is_interleaved));
-    h[Order<Down::H>::place(part, width)] = gated(gate, up, how.activation, how.alpha, how.limit);
+    const int row = row_of_h(part, true, width, how.is_interleaved);
+    value = with_bias(value, bias, how.bias_kind, row);
+    if constexpr (IS_GATED)
+        up = with_bias(up, bias, how.bias_kind, row_of_h(part, false, width, how.is_interleaved));
+    h[Order<Down::H>::place(part, width)] =
+        element_of_h(value, up, how.activation, how.alpha, how.limit);
 }
 
 constexpr unsigned DOWN_ROWS = Down::ROWS; // rows of an expert's down that a warp takes

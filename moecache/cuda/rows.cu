@@ -21,7 +21,7 @@ struct ActivateArguments {
     const Hidden::Bits* both;
     Hidden::Bits* out;
     long long num_rows;
-    int width, activation;
+    int width, is_gated, activation;
 };
 
 // N elements at a time of a token's rows, weighted and summed. Without `place`, row p is pair p's;
@@ -46,18 +46,23 @@ __device__ inline void combine_tokens(
         }
 }
 
+// activation(gate) * up, or, where rows have no gate, activation(up).
 template <class D, unsigned N>
 __device__ inline void activate_rows(
-    Row<D> both, long long num_rows, int width, int activation, typename D::Bits* out)
+    Row<D> both, long long num_rows, int width, bool is_gated, int activation,
+    typename D::Bits* out)
 {
     for (long long row = blockIdx.x; row < num_rows; row += gridDim.x)
         for (unsigned k = threadIdx.x * N; k < (unsigned)width; k += blockDim.x * N) {
-            float gate[N], up[N];
-            load<D, N>(both + row * 2 * width + k, gate);
-            load<D, N>(both + row * 2 * width + width + k, up);
-            for (unsigned i = 0; i < N; i++)
-                gate[i] = mul_rn(activated(gate[i], activation), up[i]);
-            store<D, N>(out + row * width + k, gate);
+            float values[N], up[N];
+            const Row<D> from = both + row * (is_gated ? 2 : 1) * width + k;
+            load<D, N>(from, values);
+            for (unsigned i = 0; i < N; i++) values[i] = activated(values[i], activation);
+            if (is_gated) {
+                load<D, N>(from + width, up);
+                for (unsigned i = 0; i < N; i++) values[i] = mul_rn(values[i], up[i]);
+            }
+            store<D, N>(out + row * width + k, values);
         }
 }
 
@@ -111,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) activate(
 {
     if (is_chunked<Hidden>(given.width, given.both, given.out))
         activate_rows<Hidden, PER_CHUNK<Hidden>>(
-            given.both, given.num_rows, given.width, given.activation, given.out);
+            given.both, given.num_rows, given.width, given.is_gated, given.activation, given.out);
     else
         activate_rows<Hidden, 1>(
-            given.both, given.num_rows, given.width, given.activation, given.out);
+            given.both, given.num_rows, given.width, given.is_gated, given.activation, given.out);
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
+from moecache.cuda._sources import kernel_name
 from moecache.cuda._structs import STRUCTS
 from tests.helpers.cuda_emulator import EmulatedKernels, address_of
 
@@ -37,6 +38,7 @@ ACTIVATIONS: list[Callable[[np.ndarray], np.ndarray]] = [
     lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
     lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     lambda x: np.maximum(x, 0),
+    lambda x: np.maximum(x, 0) ** 2,
 ]
 
 
@@ -100,6 +102,8 @@ class Layer:
     place : callable, default numpy.array
         Copies each array to where the kernels get it.
     seed : int, default 0
+    is_gated : bool, default True
+        Else an expert is up and down.
     """
 
     suffix: str
@@ -110,6 +114,7 @@ class Layer:
     padding_bytes: int = 0
     place: Place = np.array
     seed: int = 0
+    is_gated: bool = True
     slot_stride: int = field(init=False)
     x: np.ndarray = field(init=False)
     ids: np.ndarray = field(init=False)
@@ -134,13 +139,18 @@ class Layer:
         table = np.full(self.num_experts, -1, np.int32)
         table[used] = rng.permutation(used.size)
         self.slot_table = self.place(table)
-        gate_up = rng.standard_normal((used.size, 2 * self.width * self.hidden)) / 4
+        gate_up = rng.standard_normal((used.size, self.gate_up_rows * self.hidden)) / 4
         down = rng.standard_normal((used.size, self.hidden * self.width)) / 4
         slots = np.zeros((used.size, self.slot_stride), np.uint8)
         for matrix, offset in ((gate_up, self.gate_up_offset), (down, self.down_offset)):
             stored = matrix.astype(dtype).view(np.uint8)
             slots[:, offset : offset + stored.shape[1]] = stored
         self.slots = self.place(slots)
+
+    @property
+    def gate_up_rows(self) -> int:
+        """Rows of a slot's first matrix."""
+        return self.width * (2 if self.is_gated else 1)
 
     @property
     def gate_up_offset(self) -> int:
@@ -150,7 +160,7 @@ class Layer:
     @property
     def down_offset(self) -> int:
         """Where a slot's second matrix begins."""
-        size = 2 * self.width * self.hidden * DTYPES[self.suffix].itemsize
+        size = self.gate_up_rows * self.hidden * DTYPES[self.suffix].itemsize
         return self.gate_up_offset + size + self.padding_bytes
 
     def expected(self) -> np.ndarray:
@@ -160,10 +170,13 @@ class Layer:
             x = self.x[token].astype(np.float64)
             for weight, expert in zip(self.weights[token], choices, strict=True):
                 slot = self.slots[self.slot_table[expert]]
-                gate_up = self._matrix(slot, self.gate_up_offset, (2 * self.width, self.hidden))
+                shape = (self.gate_up_rows, self.hidden)
+                gate_up = self._matrix(slot, self.gate_up_offset, shape)
                 down = self._matrix(slot, self.down_offset, (self.hidden, self.width))
                 both = gate_up @ x
-                h = ACTIVATIONS[self.activation](both[: self.width]) * both[self.width :]
+                h = ACTIVATIONS[self.activation](both[: self.width])
+                if self.is_gated:
+                    h *= both[self.width :]
                 out[token] += float(weight) * (down @ h)
         return out
 
@@ -206,8 +219,12 @@ class Layer:
             "num_slots": len(self.slots),
         }
         given = argument("decode", arrays, {**numbers, **self.of_gate, **self.of_down})
-        module.launch(f"decode_{self.suffix}", grid, BLOCK, given, cooperative=True, seed=seed)
+        module.launch(self.kernel("decode"), grid, BLOCK, given, cooperative=True, seed=seed)
         return out
+
+    def kernel(self, entry: str) -> str:
+        """Return the name of a kernel for these experts."""
+        return kernel_name(entry, self.suffix, halves=int(self.is_gated))
 
     @property
     def of_gate(self) -> dict[str, int]:
@@ -253,8 +270,8 @@ class Layer:
             second = argument(
                 "down", {**arrays, "rows": rows}, {"num_pairs": pairs.size, **self.of_down}
             )
-            module.launch(f"gate_up_{self.suffix}", grid, BLOCK, first, seed=seed)
-            module.launch(f"down_{self.suffix}", grid, BLOCK, second, seed=seed)
+            module.launch(self.kernel("gate_up"), grid, BLOCK, first, seed=seed)
+            module.launch(self.kernel("down"), grid, BLOCK, second, seed=seed)
         last = argument(
             "combine_rows",
             {"rows": rows, "weights": self.weights, "out": out},
@@ -265,5 +282,5 @@ class Layer:
                 "hidden": self.hidden,
             },
         )
-        module.launch(f"combine_rows_{self.suffix}", grid, BLOCK, last, seed=seed)
+        module.launch(self.kernel("combine_rows"), grid, BLOCK, last, seed=seed)
         return out

@@ -399,7 +399,8 @@ class FakeDevice:
     ) -> None:
         """Queue a kernel, to be emulated."""
         self._call()
-        fit = 2 if "|" in kernel else 3  # BLOCKS of the formats
+        is_plain = {*kernel.split("|")[1:3]} <= {"f32", "f16", "bf16"}
+        fit = 3 if is_plain else 2  # BLOCKS of the formats
         assert not cooperative or num_blocks <= fit * self.num_multiprocessors
         assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1

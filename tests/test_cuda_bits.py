@@ -28,10 +28,13 @@ from tests.test_cuda_experts import on
 from tests.test_cuda_quantized import KINDS
 
 TOKENS, TOP_K, EXPERTS = 4, 2, 4
-# Formats of gate_up and down, hidden size, width, matrices of gate_up, biases.
+# Formats of gate_up (or up) and down, hidden size, width, matrices of gate_up, biases.
 CASES = {
     **KINDS,
     **{name: (name, name, 40, 24, 1, "") for name in DTYPES},
+    **{f"{name} without a gate": (name, name, 40, 24, 0, "") for name in DTYPES},
+    "Q4_K without a gate": ("q4_k", "q5_k", 256, 256, 0, ""),
+    "MXFP4 without a gate": ("mxfp4", "q6_k", 64, 256, 0, "bfloat16"),
     "Q4_0 and Q5_K": ("q4_0", "q5_k", 64, 256, 1, ""),
     "MXFP4 of GGUF": ("mxfp4_gguf", "nvfp4", 64, 96, 2, ""),
     "NVFP4 of ModelOpt": ("nvfp4[modelopt]", "fp8[128x128,f32]", 64, 96, 1, ""),
@@ -42,7 +45,7 @@ CASES = {
 
 
 def make_store(gate_up: str, down: str, size: int, width: int, halves: int, bias: str) -> Any:
-    """Return experts of a layer; of plain ones, a row of gate is below the normal numbers."""
+    """Return experts of a layer; of plain ones, the first row is below the normal numbers."""
     if gate_up not in DTYPES:
         return RandomStore(
             gate_up,
@@ -56,10 +59,11 @@ def make_store(gate_up: str, down: str, size: int, width: int, halves: int, bias
             bias=bias or None,
         )
     rng, dtype = np.random.default_rng(0), DTYPES[gate_up]
-    matrices = rng.normal(size=(1, EXPERTS, 2 * width, size)) / 6
+    wide, num_rows = ("gate_up", 2 * width) if halves else ("up", width)
+    matrices = rng.normal(size=(1, EXPERTS, num_rows, size)) / 6
     matrices[:, :, 0] *= 2.0 ** (-14 if gate_up == "f16" else -126)
     downs = rng.normal(size=(1, EXPERTS, size, width)) / 6
-    arrays = {"gate_up": matrices.astype(dtype), "down": downs.astype(dtype)}
+    arrays = {wide: matrices.astype(dtype), "down": downs.astype(dtype)}
     return MemoryStore(arrays, top_k=TOP_K)
 
 
@@ -81,14 +85,23 @@ class Run:
     pool : CudaSlots
         Its slots have the experts, the first in the last.
     scratch : Scratch
+    activation : str, default "relu"
     """
 
-    def __init__(self, device: Any, store: MemoryStore, pool: CudaSlots, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        device: Any,
+        store: MemoryStore,
+        pool: CudaSlots,
+        scratch: Scratch,
+        activation: str = "relu",
+    ) -> None:
         self._device = device
         self._scratch = scratch
         self.kind = kind_of(store.layout, 0, None)
-        self.launches = Launches(pool, "relu", is_interleaved=False, alpha=0, limit=0)
-        device.prepare(self.launches.kernels(self.kind))
+        self.launches = Launches(pool, activation, is_interleaved=False, alpha=0, limit=0)
+        self._plan = self.launches.plan(self.kind)
+        device.prepare([kernel for kernel, _, _ in self._plan.entries.values()])
         rng = np.random.default_rng(1)
         ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).astype(np.int32)
         self.table = np.arange(EXPERTS, dtype=np.int32)[::-1].copy()
@@ -107,7 +120,7 @@ class Run:
     def step(self, hidden: np.ndarray, out: Any) -> Step:
         """Return a step of hidden states."""
         x, weights, place = self.place(hidden), self.place(self.weights), self._device.locate(out)
-        return Step(0, x, weights, place, TOKENS, TOP_K, self.kind, self._scratch)
+        return Step(0, x, weights, place, TOKENS, TOP_K, self._plan, self._scratch)
 
     def result(
         self, shape: tuple[int, ...], dtype: np.dtype, launch: Callable[[Any], object]
@@ -192,7 +205,13 @@ class Run:
 
 def results(device: Any, case: tuple[Any, ...]) -> tuple[dict[str, Any], np.ndarray | None]:
     """Return what each kernel gives, and what tensor cores give of any hidden states."""
-    store = make_store(*case)
+    return results_of(device, make_store(*case), "relu" if case[4] else "relu2")
+
+
+def results_of(
+    device: Any, store: MemoryStore, activation: str
+) -> tuple[dict[str, Any], np.ndarray | None]:
+    """Return the same of a store's experts."""
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(CudaSlots(store.layout, EXPERTS, 0, device))
         for expert in range(EXPERTS):
@@ -200,7 +219,7 @@ def results(device: Any, case: tuple[Any, ...]) -> tuple[dict[str, Any], np.ndar
         pool.before_compute(np.arange(EXPERTS, dtype=np.int32))
         scratch = Scratch(device, device.current_stream())
         stack.callback(scratch.close)
-        run = Run(device, store, pool, scratch)
+        run = Run(device, store, pool, scratch, activation)
         found, kind = run.streamed(), run.kind
         if kind.dtype.itemsize != 2:
             return found, None

@@ -1,6 +1,8 @@
 """CupyDevice over a CUDA runtime that does nothing: what it asks for, and what it leaves behind."""
 
 import contextlib
+import ctypes
+import functools
 import importlib
 import sys
 import types
@@ -13,11 +15,21 @@ import pytest
 
 from moecache.compute import on_device
 from moecache.cuda import Stream
-from moecache.cuda._launches import DECODE_ARGUMENTS
+from moecache.cuda._structs import STRUCTS
 from moecache.cuda.device import dtype_of, is_in_host_memory
 from moecache.errors import MoeCacheError
 from tests.helpers.fake_device import FakeArray, FakeDevice
-from tests.test_cuda_experts import EXPERTS, LAYERS, TOP_K, TYPES, make_runtime, make_step, on
+from tests.test_cuda_experts import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    TOP_K,
+    TYPES,
+    WIDTH,
+    make_runtime,
+    make_step,
+    on,
+)
 
 NOT_READY, CAPTURED, ILLEGAL_ADDRESS = 600, 900, 700
 
@@ -62,6 +74,13 @@ class NoOpRuntime(types.ModuleType):
             raise CudaRuntimeError(status)
 
 
+class Address:
+    """What CuPy takes for where an argument is, and not for the argument."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
 @pytest.fixture(name="runtime")
 def _runtime(monkeypatch: pytest.MonkeyPatch) -> NoOpRuntime:
     runtime = NoOpRuntime()
@@ -70,6 +89,7 @@ def _runtime(monkeypatch: pytest.MonkeyPatch) -> NoOpRuntime:
     cuda.compiler = types.SimpleNamespace(
         CompileException=type("CompileException", (Exception,), {})
     )
+    cuda.function = types.SimpleNamespace(CPointer=Address)
     cuda.driver = types.SimpleNamespace(CUDADriverError=type("CUDADriverError", (Exception,), {}))
     cuda.get_current_stream = lambda *_: types.SimpleNamespace(ptr=1, synchronize=lambda: None)
     cupy: Any = types.ModuleType("cupy")
@@ -129,41 +149,65 @@ def test_other_states_of_an_event_are_errors(runtime: NoOpRuntime) -> None:
         device.is_done(1)
 
 
-def test_decode_gets_one_argument_of_bytes(
-    runtime: NoOpRuntime, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("capacity", "entry"), [(LAYERS * EXPERTS, "decode"), (3, "gate_up")])
+def test_a_kernel_gets_one_struct(
+    runtime: NoOpRuntime, monkeypatch: pytest.MonkeyPatch, capacity: int, entry: str
 ) -> None:
-    """CuPy passes an array of one element by value; with fields its address would take 20 us."""
+    """By its address, from which CUDA copies it: NumPy would take a microsecond to tell it."""
     launched: list[tuple[Any, ...]] = []
-    function = types.SimpleNamespace(
-        get_function=lambda entry: lambda *given: launched.append((entry, *given))
-    )
+
+    def call(name: str, grid: tuple[int], block: tuple[int], given: tuple[Address]) -> None:
+        (argument,) = given
+        fields = STRUCTS[name].dtype
+        raw = ctypes.string_at(argument.value, fields.itemsize)
+        launched.append((name, grid, block, np.frombuffer(raw, fields)[0]))
+
     cupy: Any = sys.modules["cupy"]
-    cupy.RawModule = lambda **_: function
+    module = types.SimpleNamespace(get_function=lambda name: functools.partial(call, name))
+    cupy.RawModule = lambda **_: module
     device = make_device()
     monkeypatch.setattr(device, "_in", lambda _: contextlib.nullcontext())
-    prepared: list[Any] = []
     fake = FakeDevice()
+    launch = fake.launch
+
+    def launch_both(*given: Any, **how: Any) -> None:
+        device.launch(*given, **how)
+        launch(*given, **how)
+
     dtype = np.dtype(np.float32)
-    with make_runtime(fake, dtype) as opened:
+    with make_runtime(fake, dtype, capacity) as opened:
         opened.usage.fill().wait()
         arrays = on(fake, *make_step(dtype, 2))
-        launch = fake.launch
-        monkeypatch.setattr(
-            fake, "launch", lambda *given, **how: (prepared.append(given), launch(*given, **how))
-        )
+        monkeypatch.setattr(fake, "launch", launch_both)
         on_device(opened)(1, *arrays)
-        num_slots = opened.pool.num_slots
-    kernel, num_blocks, arguments, stream = prepared[0]
-    device.launch(kernel, num_blocks, arguments, stream, cooperative=True)
-    ((entry, grid, block, given),) = launched
-    assert (entry, grid, block) == ("decode", (num_blocks,), (256,))
-    (argument,) = given
-    assert isinstance(argument, np.ndarray)
-    assert argument.size == 1
-    assert argument.dtype.fields is None
-    fields = argument.view(DECODE_ARGUMENTS)[0]
-    assert (fields["num_tokens"], fields["top_k"]) == (2, TOP_K)
-    assert (fields["num_experts"], fields["num_slots"]) == (EXPERTS, num_slots)
+        num_slots, stride = opened.pool.num_slots, opened.pool.slot_stride
+    name, (num_blocks,), block, fields = launched[0]
+    assert (name, block) == (entry, (256,))
+    assert num_blocks >= 1
+    assert (fields["top_k"], fields["gate.slot_stride"]) == (TOP_K, stride)
+    assert (fields["gate.hidden"], fields["gate.width"]) == (HIDDEN, WIDTH)
+    if entry == "decode":
+        assert (fields["num_tokens"], fields["num_experts"]) == (2, EXPERTS)
+        assert fields["num_slots"] == num_slots
+
+
+def test_an_error_of_a_launch_is_this_librarys(
+    runtime: NoOpRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's with its remedy, and what CuPy or a compiler says."""
+    device = make_device()
+    monkeypatch.setattr(device, "_in", lambda _: contextlib.nullcontext())
+    cupy: Any = sys.modules["cupy"]
+    errors = [CudaRuntimeError(ILLEGAL_ADDRESS), RuntimeError("what it is"), MemoryError("none")]
+
+    def fail(*_: Any) -> None:
+        raise errors.pop(0)
+
+    cupy.RawModule = lambda **_: types.SimpleNamespace(get_function=lambda _: fail)
+    argument = (ctypes.c_char * 8)()
+    for kind, problem in ((MoeCacheError, "again"), (MoeCacheError, "what"), (MemoryError, "none")):
+        with pytest.raises(kind, match=problem):
+            device.launch("gather_f32", 1, argument, Stream(1))
 
 
 @pytest.mark.parametrize("take", [allocate, make_array])

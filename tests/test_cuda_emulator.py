@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.cuda_emulator import COMPILER, EmulatedModule, address_of
-from tests.helpers.cuda_layers import Arguments, ends_at_guard
+from tests.helpers.cuda_layers import ends_at_guard
 
 SOURCE = """
 extern "C" __global__ void sum_lanes(int* out)
@@ -100,7 +100,7 @@ def test_touching_a_guard_page_is_an_error(module: EmulatedModule) -> None:
 def test_an_integer_that_overflows_is_an_error(module: EmulatedModule) -> None:
     """An index computed in 32 bits is found without 2 GiB of memory."""
     out = np.zeros(1, np.int32)
-    args: Arguments = [address_of(out), np.int32(2**31 - 1)]
+    args: list[np.generic] = [address_of(out), np.int32(2**31 - 1)]
     module.launch("add", 1, 32, [*args, np.int32(0)])
     with pytest.raises(RuntimeError, match="add: "):
         module.launch("add", 1, 32, [*args, np.int32(1)])

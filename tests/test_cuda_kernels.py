@@ -1,6 +1,7 @@
 """The CUDA kernels, their very source run on the CPU, against NumPy."""
 
 import itertools
+import re
 import shutil
 from pathlib import Path
 
@@ -8,18 +9,18 @@ import numpy as np
 import pytest
 
 from moecache.compute.experts import silu
-from moecache.cuda._launches import DECODE_ARGUMENTS
 from moecache.cuda._sources import source_of
+from moecache.cuda._structs import STRUCTS
 from tests.helpers.cuda_emulator import COMPILER, EmulatedKernels, EmulatedModule, address_of
 from tests.helpers.cuda_layers import (
     ACTIVATIONS,
     BLOCK,
     DTYPES,
     TOLERANCES,
-    Arguments,
     Layer,
     Place,
     Sizes,
+    argument,
     ends_at_guard,
     relative_error,
     starts_at_guard,
@@ -38,6 +39,7 @@ SIZES = [
     (1, 2, 4, 1032, 520),
 ]
 
+either = pytest.mark.parametrize("is_gated", [True, False], ids=["gate", "no gate"])
 every_type = pytest.mark.parametrize("suffix", DTYPES)
 every_size = pytest.mark.parametrize(
     ("sizes", "suffix"),
@@ -63,18 +65,20 @@ def bits(array: np.ndarray) -> bytes:
 
 
 @every_size
+@either
 def test_decode_is_the_routed_feed_forward(
-    kernels: EmulatedKernels, suffix: str, sizes: Sizes
+    kernels: EmulatedKernels, suffix: str, sizes: Sizes, is_gated: bool
 ) -> None:
     """One launch gives what float64 gives, to the type's precision."""
-    layer = Layer(suffix, sizes)
+    layer = Layer(suffix, sizes, is_gated=is_gated)
     assert relative_error(layer.decode(kernels), layer.expected()) < TOLERANCES[suffix]
 
 
 @every_type
-@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
+@either
 def test_decode_knows_every_activation(
-    kernels: EmulatedKernels, suffix: str, activation: int
+    kernels: EmulatedKernels, suffix: str, activation: int, is_gated: bool
 ) -> None:
     """The activation is the one asked for, with ids of 64 bits and weights of the type."""
     layer = Layer(
@@ -84,14 +88,18 @@ def test_decode_knows_every_activation(
         ids_dtype=np.int64,
         own_weights=True,
         padding_bytes=16,
+        is_gated=is_gated,
     )
     assert relative_error(layer.decode(kernels), layer.expected()) < TOLERANCES[suffix]
 
 
 @every_size
-def test_decode_equals_its_parts(kernels: EmulatedKernels, suffix: str, sizes: Sizes) -> None:
+@either
+def test_decode_equals_its_parts(
+    kernels: EmulatedKernels, suffix: str, sizes: Sizes, is_gated: bool
+) -> None:
     """Bit for bit, whatever the grid and however pairs are split into lists."""
-    layer = Layer(suffix, sizes)
+    layer = Layer(suffix, sizes, is_gated=is_gated)
     decoded = bits(layer.decode(kernels))
     order = np.random.default_rng(1).permutation(layer.ids.size).tolist()
     splits = [[order], [order[:1], order[1:]], [[pair] for pair in range(layer.ids.size)]]
@@ -101,19 +109,23 @@ def test_decode_equals_its_parts(kernels: EmulatedKernels, suffix: str, sizes: S
 
 
 @every_type
-def test_decode_does_not_depend_on_grid_and_order(kernels: EmulatedKernels, suffix: str) -> None:
+@either
+def test_decode_does_not_depend_on_grid_and_order(
+    kernels: EmulatedKernels, suffix: str, is_gated: bool
+) -> None:
     """Every grid, every order of warps: the same bits, or a barrier is missing."""
-    layer = Layer(suffix, (2, 3, 6, 72, 48))
+    layer = Layer(suffix, (2, 3, 6, 72, 48), is_gated=is_gated)
     decoded = bits(layer.decode(kernels, grid=1))
     for seed in range(6):
         assert bits(layer.decode(kernels, grid=seed % 4 + 2, seed=seed)) == decoded
 
 
 @every_type
-def test_alignment_has_no_say(kernels: EmulatedKernels, suffix: str) -> None:
+@either
+def test_alignment_has_no_say(kernels: EmulatedKernels, suffix: str, is_gated: bool) -> None:
     """Rows read by the element are summed in the order of those read in chunks."""
-    layer = Layer(suffix, (2, 3, 6, 64, 48))
-    moved = Layer(suffix, (2, 3, 6, 64, 48), padding_bytes=4)
+    layer = Layer(suffix, (2, 3, 6, 64, 48), is_gated=is_gated)
+    moved = Layer(suffix, (2, 3, 6, 64, 48), padding_bytes=4, is_gated=is_gated)
     assert bits(moved.decode(kernels)) == bits(layer.decode(kernels))
     shifted = np.empty(layer.x.size + 1, layer.x.dtype)[1:].reshape(layer.x.shape)
     shifted[...] = layer.x
@@ -168,11 +180,12 @@ def test_slots_that_are_not_there_make_their_tokens_nan(
 @every_type
 @pytest.mark.parametrize("place", [ends_at_guard, starts_at_guard])
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 7, 5), (3, 2, 4, 72, 48)], ids=str)
+@either
 def test_nothing_is_touched_outside_the_buffers(
-    kernels: EmulatedKernels, suffix: str, place: Place, sizes: Sizes
+    kernels: EmulatedKernels, suffix: str, place: Place, sizes: Sizes, is_gated: bool
 ) -> None:
     """Every buffer adjoins a page where an access is an error."""
-    layer = Layer(suffix, sizes, place=place)
+    layer = Layer(suffix, sizes, place=place, is_gated=is_gated)
     decoded = layer.decode(kernels)
     assert relative_error(decoded, layer.expected()) < TOLERANCES[suffix]
     assert bits(layer.by_parts(kernels, [[1, 0], [*range(2, layer.ids.size)]])) == bits(decoded)
@@ -210,24 +223,26 @@ def test_pairs_beyond_two_billion_elements_are_reached(
     x, h, rows, out = arrays
     x[far] = layer.x[0]
     pairs = np.array([far], np.int32)
-    listed: Arguments = [address_of(layer.slot_table), address_of(pairs), np.int32(1)]
-    slots: Arguments = [address_of(layer.slots), np.int64(layer.slot_stride)]
-    sizes: Arguments = [np.int32(8), np.int32(8)]
-    args: Arguments = [address_of(x), *listed, *slots, np.int64(0)]
-    args += [np.int64(0), np.int32(0), np.int32(0), np.int32(1), *sizes, np.int32(0)]
-    args += [np.float32(0), np.float32(0), address_of(h)]
-    kernels.launch("gate_up_f32", 1, BLOCK, args)
-    args = [*listed, *slots, np.int64(layer.down_offset), np.int64(0), np.int32(0), *sizes]
-    args += [address_of(h)]
-    kernels.launch("down_f32", 1, BLOCK, [*args, address_of(rows)])
+    arrays = {
+        "pair_slots": layer.slot_table,
+        "pairs": pairs,
+        "first_slot": layer.slots,
+        "h": h,
+    }
+    given = argument("gate_up", {**arrays, "x": x}, {"num_pairs": 1, "top_k": 1, **layer.of_gate})
+    kernels.launch("gate_up_f32", 1, BLOCK, given)
+    given = argument("down", {**arrays, "rows": rows}, {"num_pairs": 1, **layer.of_down})
+    kernels.launch("down_f32", 1, BLOCK, given)
     weighted = layer.weights[0, 0] * rows[far]
     assert relative_error(weighted, layer.expected()[0]) < 1e-5
     # Rows of seven are copied by the element, and so counted by it.
     pairs[0] = 2**31 // 7 + 1
     first = 7 * int(pairs[0])
     x.reshape(-1)[first : first + 7] = range(1, 8)
-    args = [address_of(x), address_of(pairs), np.int32(1), np.int32(1), np.int32(7)]
-    kernels.launch("gather_f32", 1, BLOCK, [*args, address_of(out)])
+    given = argument(
+        "gather", {"x": x, "pairs": pairs, "out": out}, {"num_pairs": 1, "top_k": 1, "hidden": 7}
+    )
+    kernels.launch("gather_f32", 1, BLOCK, given)
     assert out[0, :7].tolist() == [*range(1, 8)]
 
 
@@ -237,21 +252,30 @@ def gathered(kernels: EmulatedKernels, suffix: str, hidden: int, place: Place = 
     x = place(rng.standard_normal((3, hidden)).astype(DTYPES[suffix]))
     pairs = place(rng.permutation(12)[:7].astype(np.int32))
     out = place(np.zeros((7, hidden), DTYPES[suffix]))
-    args: Arguments = [address_of(x), address_of(pairs), np.int32(7), np.int32(4), np.int32(hidden)]
-    kernels.launch(f"gather_{suffix}", 2, BLOCK, [*args, address_of(out)])
+    given = argument(
+        "gather",
+        {"x": x, "pairs": pairs, "out": out},
+        {"num_pairs": 7, "top_k": 4, "hidden": hidden},
+    )
+    kernels.launch(f"gather_{suffix}", 2, BLOCK, given)
     assert bits(out) == bits(x[pairs // 4])
 
 
 def activated(kernels: EmulatedKernels, suffix: str, width: int, place: Place = np.array) -> None:
-    """Check activation(gate) * up, every activation."""
+    """Check activation(gate) * up, and activation(up) alone, every activation."""
     rng = np.random.default_rng(0)
-    both = place((3 * rng.standard_normal((5, 2 * width))).astype(DTYPES[suffix]))
-    wide = both.astype(np.float64)
-    for number, activation in enumerate(ACTIVATIONS):
+    drawn = (3 * rng.standard_normal((5, 2 * width))).astype(DTYPES[suffix])
+    for is_gated, (number, activation) in itertools.product((1, 0), enumerate(ACTIVATIONS)):
+        both = place(np.ascontiguousarray(drawn[:, : width * (1 + is_gated)]))
+        wide = both.astype(np.float64)
         out = place(np.zeros((5, width), DTYPES[suffix]))
-        args: Arguments = [address_of(both), np.int64(5), np.int32(width), np.int32(number)]
-        kernels.launch(f"activate_{suffix}", 2, BLOCK, [*args, address_of(out)])
-        expected = activation(wide[:, :width]) * wide[:, width:]
+        given = argument(
+            "activate",
+            {"both": both, "out": out},
+            {"num_rows": 5, "width": width, "is_gated": is_gated, "activation": number},
+        )
+        kernels.launch(f"activate_{suffix}", 2, BLOCK, given)
+        expected = activation(wide[:, :width]) * (wide[:, width:] if is_gated else 1)
         assert relative_error(out, expected) < TOLERANCES[suffix]
 
 
@@ -266,14 +290,12 @@ def combined(kernels: EmulatedKernels, suffix: str, hidden: int, place: Place = 
         dtype = DTYPES[suffix] if own_weights else np.dtype(np.float32)
         weights = place(rng.random(12).astype(dtype))
         out = place(np.zeros((3, hidden), DTYPES[suffix]))
-        args: Arguments = [
-            address_of(rows),
-            address_of(where),
-            address_of(weights),
-            np.int32(own_weights),
-        ]
-        args += [np.int32(3), np.int32(4), np.int32(hidden), address_of(out)]
-        kernels.launch(f"combine_{suffix}", 2, BLOCK, args)
+        given = argument(
+            "combine",
+            {"rows": rows, "place": where, "weights": weights, "out": out},
+            {"weights_kind": own_weights, "num_tokens": 3, "top_k": 4, "hidden": hidden},
+        )
+        kernels.launch(f"combine_{suffix}", 2, BLOCK, given)
         kept = np.where(where < 0, 0, weights.astype(np.float64))
         expected = (kept[:, None] * rows[where].astype(np.float64)).reshape(3, 4, -1).sum(1)
         assert relative_error(out, expected) < TOLERANCES[suffix]
@@ -288,14 +310,21 @@ def test_bulk_kernels(kernels: EmulatedKernels, suffix: str, size: int) -> None:
     combined(kernels, suffix, size)
 
 
-@pytest.mark.parametrize("activation", range(4))
-def test_extreme_values_are_numpys(kernels: EmulatedKernels, activation: int) -> None:
+@pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
+@either
+def test_extreme_values_are_numpys(
+    kernels: EmulatedKernels, activation: int, is_gated: bool
+) -> None:
     """Infinity, NaN and what overflows an exponential."""
     gate = np.array([-1e4, 1e4, -np.inf, np.inf, np.nan, -0.0, 1e-40, 88.8, -88.8], np.float32)
-    both = np.concatenate([gate, np.ones_like(gate)])
+    both = np.concatenate([gate, np.ones_like(gate)]) if is_gated else gate
     out = np.zeros_like(gate)
-    args: Arguments = [address_of(both), np.int64(1), np.int32(gate.size), np.int32(activation)]
-    kernels.launch("activate_f32", 1, BLOCK, [*args, address_of(out)])
+    given = argument(
+        "activate",
+        {"both": both, "out": out},
+        {"num_rows": 1, "width": gate.size, "is_gated": is_gated, "activation": activation},
+    )
+    kernels.launch("activate_f32", 1, BLOCK, given)
     with np.errstate(all="ignore"):
         expected = silu(gate) if activation == 0 else ACTIVATIONS[activation](gate)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-38)
@@ -311,9 +340,12 @@ def test_sums_are_rounded_to_the_nearest_even(kernels: EmulatedKernels, suffix: 
     rows = np.concatenate([patterns, halfway, halfway << 3, quiet]).view(np.float32)
     out = np.zeros(rows.size, DTYPES[suffix])
     weight = np.ones(1, np.float32)
-    args: Arguments = [address_of(rows), address_of(weight), np.int32(0), np.int32(1), np.int32(1)]
-    args += [np.int32(rows.size), address_of(out)]
-    kernels.launch(f"combine_rows_{suffix}", 2, BLOCK, args)
+    given = argument(
+        "combine_rows",
+        {"rows": rows, "weights": weight, "out": out},
+        {"num_tokens": 1, "top_k": 1, "hidden": rows.size},
+    )
+    kernels.launch(f"combine_rows_{suffix}", 2, BLOCK, given)
     with np.errstate(all="ignore"):
         # The sum starts at +0.
         expected = (rows + np.float32(0)).astype(DTYPES[suffix])
@@ -329,28 +361,64 @@ def test_every_half_is_widened(kernels: EmulatedKernels, suffix: str) -> None:
     out = np.zeros_like(rows)
     place = np.zeros(1, np.int32)
     weight = np.ones(1, np.float32)
-    args: Arguments = [address_of(rows), address_of(place), address_of(weight), np.int32(0)]
-    args += [np.int32(1), np.int32(1), np.int32(rows.size), address_of(out)]
-    kernels.launch(f"combine_{suffix}", 2, BLOCK, args)
+    given = argument(
+        "combine",
+        {"rows": rows, "place": place, "weights": weight, "out": out},
+        {"num_tokens": 1, "top_k": 1, "hidden": rows.size},
+    )
+    kernels.launch(f"combine_{suffix}", 2, BLOCK, given)
     with np.errstate(all="ignore"):
         wide = rows.astype(np.float32)
     np.testing.assert_array_equal(out.astype(np.float32), wide)
 
 
-def test_the_argument_of_decode_is_laid_out_alike_on_both_sides() -> None:
-    """Each field where the kernel looks for it."""
-    names, fields = DECODE_ARGUMENTS.names, DECODE_ARGUMENTS.fields
-    assert names is not None
-    assert fields is not None
-    places = ", ".join(f"__builtin_offsetof(DecodeArguments, {name})" for name in names)
-    source = f"""{source_of("decode_bf16").text}
+# Kinds of fields as NumPy has them, by overloads that take a field's address.
+KINDS = """
+template <class T> int kind_of(T* const*) { return 'Q'; }
+int kind_of(const long long*) { return 'q'; }
+int kind_of(const int*) { return 'i'; }
+int kind_of(const float*) { return 'f'; }
+"""
+
+
+@pytest.mark.parametrize("entry", STRUCTS)
+def test_arguments_are_laid_out_alike_on_both_sides(entry: str) -> None:
+    """Each field where the kernel looks for it, and of the type that it is there."""
+    wanted = STRUCTS[entry].dtype
+    names = wanted.names or ()
+    source = source_of(f"{entry}_bf16").text
+    found = re.search(rf"\b{entry}\(\s*const (?:__grid_constant__ )?(\w+) given\)", source)
+    assert found is not None
+    own = found[1]
+    fields = ", ".join(
+        f"{{(int)__builtin_offsetof({own}, {name}), kind_of(&none->{name})}}" for name in names
+    )
+    source += f"""{KINDS}
 extern "C" __global__ void lay_out(int* out)
 {{
     if (threadIdx.x) return;
-    const int found[] = {{{places}, sizeof(DecodeArguments)}};
-    for (int i = 0; i < {len(names) + 1}; i++) out[i] = found[i];
+    const {own}* none = nullptr;
+    const int found[][2] = {{{fields}, {{sizeof({own}), 0}}}};
+    for (int i = 0; i < {len(names) + 1}; i++)
+        for (int k = 0; k < 2; k++) out[2 * i + k] = found[i][k];
 }}"""
-    found = np.zeros(len(names) + 1, np.int32)
-    EmulatedModule(source).launch("lay_out", 1, 32, [address_of(found)])
-    wanted = [fields[name][1] for name in names]
-    assert found.tolist() == [*wanted, DECODE_ARGUMENTS.itemsize]
+    places = np.zeros((len(names) + 1, 2), np.int32)
+    EmulatedModule(source).launch("lay_out", 1, 32, [address_of(places)])
+    assert wanted.fields is not None
+    rows = [[wanted.fields[name][1], ord(wanted[name].char)] for name in names]
+    assert places.tolist() == [*rows, [wanted.itemsize, 0]]
+
+
+@pytest.mark.parametrize("entry", STRUCTS)
+def test_a_struct_is_packed_as_its_fields_say(entry: str) -> None:
+    """What launches share, and what each has of its own: every value comes where it belongs."""
+    made = STRUCTS[entry]
+    names = made.dtype.names or ()
+    num_shared = sum(name.startswith(("gate.", "down.")) for name in names)
+    values = [100 + number for number in range(len(names))]
+    split = len(names) - num_shared
+    shared = made.share(*values[split:])
+    packed = [made.pack(shared, *values[:split]), made.pack(shared, *reversed(values[:split]))]
+    first, second = (np.frombuffer(bytes(one), made.dtype)[0].tolist() for one in packed)
+    assert first == tuple(values)
+    assert second == (*reversed(values[:split]), *values[split:])

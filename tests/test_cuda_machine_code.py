@@ -32,14 +32,22 @@ disassembled = pytest.mark.skipif(
             ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|2", 90),
             ("decode_bf16|nvfp4|nvfp4|2", 90),
             ("decode_bf16|q4_k|q4_k|2", 90),
+            *((f"decode_bf16|{one}|{one}|0", 90) for one in ("bf16", "nvfp4", "q8_0", "mxfp4")),
+            ("decode_bf16|fp8[128x128,f32]|fp8[128x128,f32]|0", 90),
         ],
-        lambda case: case in {("decode_bf16", 90), ("decode_bf16|nvfp4|nvfp4|2", 90)},
+        lambda case: (
+            case
+            in {
+                *(("decode_bf16", 90), ("decode_bf16|bf16|bf16|0", 90)),
+                ("decode_bf16|nvfp4|nvfp4|2", 90),
+            }
+        ),
     ),
 )
 def test_registers_suffice(kernel: str, arch: int) -> None:
     """The blocks of a launch fit on a multiprocessor; kernels of plain numbers spill none."""
-    found, _ = compiled(kernel, arch)
-    is_quantized = "|" in kernel
+    found = compiled(kernel, arch)
+    is_quantized = not {*kernel.split("|")[1:3]} <= {"bf16"}
     assert len(found) >= 3
     spilled = max(one.spilled_bytes for one in found.values())
     assert spilled <= (MOST_SPILLED if is_quantized else 0)
@@ -50,13 +58,16 @@ def test_registers_suffice(kernel: str, arch: int) -> None:
 @pytest.mark.parametrize(
     ("kernel", "arch"),
     some(
-        [("multiply_down_bf16", 90), ("multiply_down_f16|mxfp4|q4_k|1", 80)],
-        lambda case: case[1] == 90,
+        [
+            *(("multiply_down_bf16", 90), ("multiply_down_bf16|bf16|bf16|0", 90)),
+            ("multiply_down_f16|mxfp4|q4_k|1", 80),
+        ],
+        lambda case: case == ("multiply_down_bf16", 90),
     ),
 )
 def test_products_leave_room_for_two_blocks(kernel: str, arch: int) -> None:
     """Of 256 threads, without spills."""
-    found, _ = compiled(kernel, arch)
+    found = compiled(kernel, arch)
     assert found.keys() == {"multiply_gate_up", "multiply_down"}
     assert not any(one.spilled_bytes for one in found.values())
     assert max(one.registers for one in found.values()) <= 128
@@ -73,9 +84,10 @@ def test_products_are_those_of_tensor_cores() -> None:
 
 @disassembled
 @pytest.mark.parametrize("arch", some([80, 90, 100], lambda arch: arch == 90))
-def test_loads_are_of_128_bits_and_many_are_under_way(arch: int) -> None:
+@pytest.mark.parametrize("kernel", ["decode_bf16", "decode_bf16|bf16|bf16|0"])
+def test_loads_are_of_128_bits_and_many_are_under_way(kernel: str, arch: int) -> None:
     """In both halves of the launch; x and h come in words of 128 bits, too."""
-    code = instructions("decode_bf16", arch)
+    code = instructions(kernel, arch)
     weights = [at for at, name in enumerate(code) if name.endswith("EF.128")]
     assert len(weights) == IN_FLIGHT + DOWN_IN_FLIGHT
     for half in (weights[:IN_FLIGHT], weights[IN_FLIGHT:]):
@@ -84,6 +96,27 @@ def test_loads_are_of_128_bits_and_many_are_under_way(arch: int) -> None:
     others = [name for name in code if name.startswith("LDG") and name.endswith("128")]
     assert len(others) - len(weights) == IN_FLIGHT // 2 + 2 * DOWN_IN_FLIGHT // 3
     assert not any(name.startswith(("LDL", "STL")) for name in code)
+
+
+@disassembled
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *("gate_up_bf16", "down_bf16", "multiply_gate_up_bf16", "multiply_down_bf16"),
+        *("gather_bf16", "activate_bf16", "combine_bf16", "combine_rows_bf16"),
+        "gate_up_bf16|bf16|bf16|0",
+    ],
+)
+def test_an_argument_is_read_where_it_is(kernel: str) -> None:
+    """No lane has a copy of the struct in its memory."""
+    assert not any(name.startswith(("LDL", "STL")) for name in instructions(kernel, 90))
+
+
+@disassembled
+def test_several_rows_are_on_their_way_to_a_sum() -> None:
+    """A loop for each kind of weights, and more than one row's load at a time."""
+    code = instructions("combine_rows_bf16", 90)
+    assert sum(name.startswith("LDG") for name in code) >= 32
 
 
 @disassembled

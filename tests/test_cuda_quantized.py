@@ -18,12 +18,14 @@ from tests.helpers.nightly import some
 from tests.test_cuda_experts import bits, on
 
 TOP_K, EXPERTS, LAYERS = 2, 8, 2
-# Name: formats of gate_up and down, hidden size, width, matrices of gate_up, biases.
+# Name: formats of gate_up (or up) and down, hidden size, width, matrices of gate_up, biases.
 KINDS: dict[str, tuple[str, str, int, int, int, str]] = {
     "gpt-oss": ("mxfp4", "mxfp4", 64, 96, 1, "bfloat16"),
     "Q4_K_M": ("q4_k", "q6_k", 256, 256, 2, ""),
     "fp8": ("fp8[16x32,f32]", "fp8[16x32,f32]", 64, 48, 2, ""),
     "mixed": ("q8_0", "int4[1x32,bf16]", 64, 96, 1, "float32"),
+    "Nemotron 3": ("nvfp4", "nvfp4", 64, 96, 0, ""),
+    "no gate, biases": ("q8_0", "fp8[16x32,f32]", 64, 96, 0, "float32"),
 }
 # So low that gate and up, both ways, meet it.
 ALPHA, LIMIT = 1.702, 0.5
@@ -44,6 +46,8 @@ def make_runtime(device: Any, store: MemoryStore, capacity: int) -> ExpertRuntim
 
 def options_of(kind: str) -> dict[str, Any]:
     """Return what a kind's gate needs."""
+    if KINDS[kind][4] == 0:
+        return {"activation": "relu2"}
     if kind != "gpt-oss":
         return {}
     return {"activation": "swiglu", "is_interleaved": True, "alpha": ALPHA, "limit": LIMIT}
@@ -64,16 +68,19 @@ def expected(
     """Return what float64 gives of the values that the formats say."""
     hidden, ids, weights = step
     out = np.zeros(hidden.shape)
+    wide = "gate_up" if KINDS[kind][4] else "up"
     biases = {name: array.astype(np.float64) for name, array in store.biases.items()}
     for token, (chosen, shares) in enumerate(zip(ids, weights, strict=True)):
         x = hidden[token].astype(np.float64)
         for expert, share in zip(chosen.tolist(), shares, strict=True):
-            both = store.values["gate_up", layer, expert].astype(np.float64) @ x
+            both = store.values[wide, layer, expert].astype(np.float64) @ x
             if biases:
-                both += biases["gate_up_bias"][layer, expert]
+                both += biases[f"{wide}_bias"][layer, expert]
             if kind == "gpt-oss":
                 gate, up = np.minimum(both[::2], LIMIT), np.clip(both[1::2], -LIMIT, LIMIT)
                 h = gate / (1 + np.exp(-ALPHA * gate)) * (up + 1)
+            elif wide == "up":
+                h = np.maximum(both, 0) ** 2
             else:
                 gate, up = np.split(both, 2)
                 h = ACTIVATIONS[0](gate) * up

@@ -28,12 +28,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
-# gpt-oss has biases, a gate of its own and rows of gate and up in turns.
+# gpt-oss has biases, a gate of its own and rows of gate and up in turns; Nemotron has no gate.
 FAMILIES = {
     "gpt_oss-mxfp4": (quantized.GPT_OSS, quantized.mxfp4()),
     "qwen3_moe-fp8": (quantized.QWEN3_MOE, quantized.fp8()),
     "deepseek_v3-int4": (quantized.DEEPSEEK_V3, quantized.int4()),
     "qwen3_moe-nvfp4": (quantized.QWEN3_MOE, quantized.nvfp4()),
+    "nemotron_h-nvfp4": (quantized.NEMOTRON_H, quantized.nvfp4()),
 }
 PROMPTS = [torch.arange(n).reshape(b, -1) * 7 % 120 + 1 for b, n in ((1, 1), (3, 3), (1, 9))]
 
@@ -88,7 +89,9 @@ def test_experts_stay_as_they_are_published(gpu: str, checkpoint: Checkpoint, na
     assert (found["25%"] - exact).abs().mean() < 1.5 * (rounded - exact).abs().mean() + 1e-4
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen3moe", "Q8_0"), ("gpt-oss", "Q4_0")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("qwen3moe", "Q8_0"), ("gpt-oss", "Q4_0"), ("nemotron_h_moe", "Q8_0")]
+)
 def test_a_gguf_file_stays_as_it_is(gpu: str, name: str, kind: str, tmp_path: Path) -> None:
     """Its experts, that is: nearly what torch makes of their values, alike in any slots."""
     pytest.importorskip("gguf")

@@ -138,7 +138,7 @@ class Waves:
         num_pairs = step.num_pairs
         rows = step.scratch.room("rows", num_pairs * step.size * item)
         gathered = step.scratch.room("gathered", num_pairs * step.size * item)
-        both = step.scratch.room("both", num_pairs * 2 * step.width * item)
+        both = step.scratch.room("both", num_pairs * step.kind.wide_rows * item)
         h = step.scratch.room("h", num_pairs * step.width * item)
         place = np.full(num_pairs, -1, np.int32)
         done = 0
@@ -148,7 +148,7 @@ class Waves:
                 count = len(wave.pairs)
                 lists = self._ring.to_device(wave.pairs.astype(np.int32), step.stream)
                 launches.gather(step, device.locate(lists).address, count, gathered)
-                launches.multiply(step, "gate_up", wave, gathered, both)
+                launches.multiply(step, step.kind.wide, wave, gathered, both)
                 launches.activate(step, both, count, h)
                 launches.multiply(step, "down", wave, h, rows + done * step.size * item)
                 place[wave.pairs] = np.arange(done, done + count, dtype=np.int32)

@@ -34,7 +34,8 @@ _MAX_PREPARED = 4096  # launches, of some hundred bytes each
 class CudaExperts:
     """Computes down(activation(gate(x)) * up(x)) of each token's experts, and their weighted sum.
 
-    Experts may have biases, and be quantised: weights are dequantised in registers.
+    Experts without a gate are down(activation(up(x))). Experts may have biases, and be quantised:
+    weights are dequantised in registers.
     Sums are in float32. The result depends on the number of tokens, and on nothing else: not on
     what was in the cache, nor on the order in which experts arrived. Up to 4 tokens are computed
     by kernels that stream the weights: in one launch where every expert of the model is resident,
@@ -52,9 +53,10 @@ class CudaExperts:
     ----------
     runtime : ExpertRuntime
         Its slots are on a GPU; this is closed with it.
-    activation : {"silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu"}, default "silu"
-        "swiglu" is gpt-oss's: both limited, gate * sigmoid(alpha * gate) * (up + 1);
-        "clamped_silu" is DeepSeek-V4's: both limited, silu(gate) * up.
+    activation : str, default "silu"
+        "silu", "gelu", "gelu_tanh", "relu", "relu2" (ReLU squared), or one that takes a gate:
+        "swiglu" is gpt-oss's, both limited, gate * sigmoid(alpha * gate) * (up + 1);
+        "clamped_silu" is DeepSeek-V4's, both limited, silu(gate) * up.
     is_interleaved : bool, default False
         Whether rows of gate and up alternate; else gate's are above up's.
     alpha, limit : float
@@ -66,8 +68,8 @@ class CudaExperts:
     Raises
     ------
     ConfigError
-        If the slots are in RAM, or the experts are not gated feed-forward alone, or no kernel
-        reads their type or format.
+        If the slots are in RAM, or the experts are no feed-forward of one gate at most, or no
+        kernel reads their type or format.
     """
 
     def __init__(
@@ -105,8 +107,9 @@ class CudaExperts:
         self._is_freed = False  # what tokens have, or it will be by the last call
         self._frees_late = False
         self._table: DeviceArray | None = None  # the slot of each expert of the model
+        self._plans = [self._launches.plan(kind) for kind in self._kinds]
         # Here rather than in the first token: compiling takes seconds, the first time on a machine.
-        names = [name for kind in self._kinds for name in self._launches.kernels(kind)]
+        names = [kernel for plan in self._plans for kernel, _, _ in plan.entries.values()]
         self._device.prepare(list(dict.fromkeys(names)))
         self._ring = CopyRing(self._device)
         self._waves = Waves(self._pool, self._launches, self._ring)
@@ -150,8 +153,8 @@ class CudaExperts:
             return out
         runtime, device = self._alive(), self._device
         self._layout.check(layer)
-        kind = self._kinds[layer]
-        size, dtype = kind.size, kind.dtype
+        plan = self._plans[layer]
+        size, dtype = plan.kind.size, plan.kind.dtype
         x, w = device.locate(hidden), device.locate(weights)
         on_host = isinstance(ids, (list, tuple)) or device.is_on_host(ids)
         chosen = host_ids(ids) if on_host else device.locate(ids)
@@ -172,7 +175,7 @@ class CudaExperts:
             return out
         scratch = self._enter(stream, capturing=capturing)
         try:
-            step = Step(layer, x, w, target, num_tokens, top_k, kind, scratch)
+            step = Step(layer, x, w, target, num_tokens, top_k, plan, scratch)
             if self._tokens is not None and self._tokens.is_open:
                 launch = self._take_step(runtime, self._tokens, step, ids, chosen)
                 if launch is not None and not capturing:

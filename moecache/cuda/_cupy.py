@@ -25,7 +25,7 @@ from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 
 try:
     import cupy
-    from cupy.cuda import compiler, driver, runtime
+    from cupy.cuda import compiler, driver, function, runtime
 except ImportError as _error:
     raise MissingDependencyError(
         f"slots on a GPU need CuPy ({_error}); install it with: pip install 'moecache[cuda13]', "
@@ -49,6 +49,11 @@ _PER_THREAD_STREAM = 2
 _TRANSPOSED, _AS_IT_IS = 1, 0
 _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
+# Of the calls of CUDA, of its libraries and of CuPy itself.
+_ERRORS = (
+    *(runtime.CUDARuntimeError, driver.CUDADriverError, compiler.CompileException),
+    *(RuntimeError, OSError),
+)
 _DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
 
 
@@ -382,14 +387,19 @@ class CupyDevice:
         self,
         kernel: str,
         num_blocks: int,
-        arguments: Sequence[np.generic | np.ndarray],
+        argument: "ctypes.Array[ctypes.c_char]",
         stream: Stream,
         *,
         cooperative: bool = False,
     ) -> None:
         """Start a kernel, by its name, with 256 threads a block."""
-        with self._guarded(), self._in(stream):
-            _kernel(kernel, self._number, cooperative)((num_blocks,), (_BLOCK,), tuple(arguments))
+        # Spelled out: a step is several launches, and this is what each costs the host.
+        try:
+            with self._current, self._in(stream):
+                start = _kernel(kernel, self._number, cooperative)
+                start((num_blocks,), (_BLOCK,), (_by_value(argument),))
+        except _ERRORS as error:
+            self._fail_by(error)
 
     def prepare(self, kernels: Sequence[str]) -> None:
         """Compile kernels, if they are not on disk."""
@@ -442,15 +452,15 @@ class CupyDevice:
         try:
             with self._current:
                 yield
-        except (MoeCacheError, MemoryError):
-            raise
-        except runtime.CUDARuntimeError as error:
+        except _ERRORS as error:
+            self._fail_by(error)
+
+    def _fail_by(self, error: Exception) -> NoReturn:
+        """Raise this library's error for one of `_ERRORS`."""
+        if isinstance(error, (runtime.CUDARuntimeError, driver.CUDADriverError)):
             self._fail(error)
-        except driver.CUDADriverError as error:
-            self._fail(error)
-        except (RuntimeError, OSError, compiler.CompileException) as error:
-            # Errors of cuBLAS, of NVRTC, or of the directory in which CuPy keeps kernels.
-            raise MoeCacheError(f"{self.description}: {error}") from error
+        # Errors of cuBLAS, of NVRTC, or of the directory in which CuPy keeps kernels.
+        raise MoeCacheError(f"{self.description}: {error}") from error
 
     def _fail(self, error: Any) -> NoReturn:
         if error.status == _OUT_OF_MEMORY:
@@ -470,6 +480,12 @@ class _Foreign:
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the protocol's version and the stream."""
         return 0, self._pointer
+
+
+def _by_value(argument: "ctypes.Array[ctypes.c_char]") -> Any:
+    """Return a struct as CuPy passes it by value."""
+    # Of an array of NumPy CuPy asks where it lies, which takes 20 times as long.
+    return function.CPointer(ctypes.addressof(argument))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """ExpertKind: the facts about a layer's experts that the kernels need."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,6 @@ from moecache.layout import ExpertLayout, Role
 # Suffixes of the kernels' names, by the type of hidden states.
 SUFFIXES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _BIAS_KINDS = {"float32": 1, "float16": 2, "bfloat16": 3}
-_ROLES = {"gate_up", "down"}
-_BIASES = ("gate_up_bias", "down_bias")
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,14 @@ class ExpertKind:
     Parameters
     ----------
     size, width : int
-        Hidden size, and rows of gate.
+        Hidden size, and rows of up.
     dtype : numpy.dtype
         Type of hidden states and results.
     gate_up, down : str
-        Formats of the matrices.
+        Formats of the matrices; without a gate the first is up's.
     halves : int
-        2 where gate and up are a matrix each, one behind the other.
+        2 where gate and up are a matrix each, one behind the other, 1 where they are one, and 0
+        where there is no gate.
     bias_kind : int
         As the kernels count them; 0 without biases.
     """
@@ -42,6 +41,21 @@ class ExpertKind:
     down: str
     halves: int
     bias_kind: int
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.halves > 0
+
+    @property
+    def wide(self) -> str:
+        """The role of the first matrix."""
+        return "gate_up" if self.is_gated else "up"
+
+    @property
+    def wide_rows(self) -> int:
+        """Rows of the first matrix."""
+        return self.width * (2 if self.is_gated else 1)
 
     @property
     def is_plain(self) -> bool:
@@ -76,25 +90,29 @@ def kind_of(layout: ExpertLayout, layer: int, dtype: np.dtype | None) -> ExpertK
         If there are no kernels for them.
     """
     roles = {role.name: role for role in layout.layers[layer]}
-    if not _ROLES <= roles.keys() <= _ROLES | {*_BIASES} or len(roles) == 3:
+    wide = "gate_up" if "gate_up" in roles else "up"
+    biases = (f"{wide}_bias", "down_bias")
+    if roles.keys() not in ({wide, "down"}, {wide, "down", *biases}):
         raise ConfigError(
-            f"an expert of {', '.join(sorted(roles))} is not gated feed-forward alone "
-            '("gate_up" and "down", with both biases or none); compute it from runtime.waves'
+            f"an expert of {', '.join(sorted(roles))} is no feed-forward that has a kernel "
+            '("gate_up" or "up", and "down", with both biases or none); compute it from '
+            "runtime.waves"
         )
-    gate_up, down = roles["gate_up"], roles["down"]
-    if len(down.shape) != 2 or gate_up.shape != (2 * down.shape[1], down.shape[0]):
+    up, down = roles[wide], roles["down"]
+    num_parts = 2 if wide == "gate_up" else 1
+    if len(down.shape) != 2 or up.shape != (num_parts * down.shape[1], down.shape[0]):
         raise ConfigError(
-            f"gate_up {list(gate_up.shape)} and down {list(down.shape)} do not fit each other"
+            f"{wide} {list(up.shape)} and down {list(down.shape)} do not fit each other"
         )
-    if down.matrices != 1 or gate_up.matrices > 2:
-        raise ConfigError(f"{gate_up.matrices} and {down.matrices} matrices have no kernel")
-    own = {role.dtype for role in (gate_up, down) if not role.format}
+    if down.matrices != 1 or up.matrices > num_parts:
+        raise ConfigError(f"{up.matrices} and {down.matrices} matrices have no kernel")
+    own = {role.dtype for role in (up, down) if not role.format}
     if len(own) > 1 or any(one.name not in SUFFIXES for one in own):
         raise ConfigError(
-            f"experts of {gate_up.dtype} and {down.dtype} have no kernels; kernels exist for "
+            f"experts of {up.dtype} and {down.dtype} have no kernels; kernels exist for "
             f"{', '.join(SUFFIXES)}"
         )
-    is_quantized = gate_up.format or down.format
+    is_quantized = up.format or down.format
     taken = (dtype or named("bfloat16")) if is_quantized else own.pop()
     if taken.name not in SUFFIXES or dtype not in (None, taken):
         raise ConfigError(
@@ -105,10 +123,10 @@ def kind_of(layout: ExpertLayout, layer: int, dtype: np.dtype | None) -> ExpertK
         down.shape[0],
         down.shape[1],
         taken,
-        _format(gate_up),
+        _format(up),
         _format(down),
-        gate_up.matrices,
-        _bias_kind(roles, gate_up.shape[0], down.shape[0]),
+        up.matrices if wide == "gate_up" else 0,
+        _bias_kind([roles[name] for name in biases if name in roles], up.shape[0], down.shape[0]),
     )
 
 
@@ -138,9 +156,8 @@ def _format(role: Role) -> str:
     return role.format
 
 
-def _bias_kind(roles: Mapping[str, Role], *sizes: int) -> int:
+def _bias_kind(found: Sequence[Role], *sizes: int) -> int:
     """Return the type of biases, as the kernels count them."""
-    found = [roles[name] for name in _BIASES if name in roles]
     for role, size in zip(found, sizes, strict=False):
         if role.shape != (size,) or role.dtype != found[0].dtype or role.format:
             raise ConfigError(f"{role.name} {role.dtype} {list(role.shape)} is not [{size}]")

@@ -1,5 +1,6 @@
 """Launches: the kernels' arguments, and what the parts of a step share."""
 
+import ctypes
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -7,38 +8,21 @@ import numpy as np
 from moecache.cuda._arguments import ids_kind
 from moecache.cuda._kinds import ExpertKind
 from moecache.cuda._scratch import Scratch
+from moecache.cuda._structs import STRUCTS, KernelStruct
 from moecache.cuda._token_memory import TokenMemory
 from moecache.cuda.device import Device, DeviceArray, Product, Stream
 from moecache.errors import ConfigError
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu", "clamped_silu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu", "clamped_silu")
 _SWIGLU = ACTIVATIONS.index("swiglu")
 _STREAMED = ("decode", "gate_up", "down", "combine_rows")
 _MULTIPLIED = ("gather", "activate", "combine")
 _GROUPED = ("multiply_gate_up", "multiply_down", "combine")
-# Pairs of a tile, and rows that a block takes of gate_up's halves and of down: as in products.cu.
-_TILE_PAIRS, _TILE_PARTS = 64, {"gate_up": 64, "down": 128}
+# Pairs of a tile, and rows of a matrix that a block takes: as in products.cu.
+_TILE_PAIRS, _TILE_ROWS = 64, 128
 _WARPS = 256 // 32
 # Blocks for each multiprocessor, of kernels that take any number.
 _MOST_BLOCKS = 12
-
-
-# Fields of `DecodeArguments` in decode.cu, in their order.
-DECODE_ARGUMENTS = np.dtype(
-    [
-        *((name, np.uint64) for name in ("x", "ids", "slot_table", "weights", "first_slot")),
-        *((name, np.int64) for name in ("slot_stride", "gate_up_offset", "down_offset")),
-        *((name, np.int64) for name in ("gate_up_bias_offset", "down_bias_offset")),
-        *((name, np.uint64) for name in ("h", "out", "barrier", "step_gate")),
-        *((name, np.int32) for name in ("ids_kind", "weights_kind", "bias_kind")),
-        *((name, np.int32) for name in ("is_interleaved", "num_tokens", "top_k", "num_experts")),
-        *((name, np.int32) for name in ("num_slots", "hidden", "width", "activation")),
-        *((name, np.float32) for name in ("alpha", "limit")),
-    ],
-    align=True,
-)
-# As bytes: NumPy takes 20 us to say where an array with fields lies, and CuPy asks it each time.
-_DECODE_BYTES = np.dtype((np.void, DECODE_ARGUMENTS.itemsize))
 
 
 class Pool(Protocol):
@@ -60,11 +44,28 @@ class Pool(Protocol):
 
 
 class PreparedLaunch(NamedTuple):
-    """A kernel, the blocks to start, and its argument: `DECODE_ARGUMENTS`, as bytes."""
+    """A kernel, the blocks to start, and its argument."""
 
     kernel: str
     num_blocks: int
-    arguments: tuple[np.ndarray]
+    argument: "ctypes.Array[ctypes.c_char]"
+
+
+class Plan(NamedTuple):
+    """What all launches over a layer's experts have alike.
+
+    Parameters
+    ----------
+    kind : ExpertKind
+    decode_blocks : int
+        Blocks of `decode` that the device runs at once.
+    entries : dict of str to (str, KernelStruct, bytes)
+        By the kernels' entries: the name of the kernel, its argument, and the shared part of that.
+    """
+
+    kind: ExpertKind
+    decode_blocks: int
+    entries: dict[str, tuple[str, KernelStruct, bytes]]
 
 
 class Step:
@@ -78,29 +79,30 @@ class Step:
         out: DeviceArray,
         num_tokens: int,
         top_k: int,
-        kind: ExpertKind,
+        plan: Plan,
         scratch: Scratch,
     ) -> None:
+        kind = plan.kind
         self.layer = layer
         self.x = x
+        self.weights = weights
+        self.weights_kind = int(weights.dtype != np.float32)
         self.out = out
         self.num_tokens = num_tokens
         self.top_k = top_k
         self.num_pairs = num_tokens * top_k
+        self.plan = plan
         self.kind = kind
         self.size = kind.size
         self.width = kind.width
         self.dtype = kind.dtype
         self.scratch = scratch
         self.stream = scratch.stream
-        of_hidden = weights.dtype != np.float32
-        self.weights = (np.uint64(weights.address), np.int32(of_hidden))
-        self._weights = weights
 
     def part(self, first: int, last: int) -> "Step":
         """Return the step of the tokens from one to before another."""
-        x, weights, out = (_rows(array, first, last) for array in (self.x, self._weights, self.out))
-        return Step(self.layer, x, weights, out, last - first, self.top_k, self.kind, self.scratch)
+        x, weights, out = (_rows(array, first, last) for array in (self.x, self.weights, self.out))
+        return Step(self.layer, x, weights, out, last - first, self.top_k, self.plan, self.scratch)
 
 
 class Tiles(NamedTuple):
@@ -163,9 +165,9 @@ class Launches:
             raise ConfigError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
         self._pool = pool
         self._device = pool.device
-        self._activation = np.int32(ACTIVATIONS.index(activation))
-        self._limits = (np.float32(alpha), np.float32(limit))
-        self._is_interleaved = np.int32(is_interleaved)
+        self._activation = ACTIVATIONS.index(activation)
+        self._limits = (float(np.float32(alpha)), float(np.float32(limit)))
+        self._is_interleaved = bool(is_interleaved)
 
     @staticmethod
     def is_grouped(kind: ExpertKind) -> bool:
@@ -175,13 +177,47 @@ class Launches:
     def is_multiplied(self, kind: ExpertKind) -> bool:
         """Return whether cuBLAS can multiply many tokens by these experts, one after the other."""
         is_usual = not self._is_interleaved and self._activation < _SWIGLU
-        return bool(kind.is_plain and is_usual)
+        return kind.is_plain and is_usual
 
-    def kernels(self, kind: ExpertKind) -> list[str]:
-        """Return the names of the kernels that such experts need."""
+    def plan(self, kind: ExpertKind) -> Plan:
+        """Return what the launches over such experts have alike, and which kernels these need.
+
+        Raises
+        ------
+        ConfigError
+            If there is no gate, but rows of one alternate or the activation takes one.
+        """
+        if not kind.is_gated and self._is_interleaved:
+            raise ConfigError("rows of gate and up alternate, and these experts have no gate")
+        if not kind.is_gated and self._activation >= _SWIGLU:
+            raise ConfigError(
+                f"activation {ACTIVATIONS[self._activation]!r} takes gate and up, and these "
+                "experts have no gate"
+            )
         many = _MULTIPLIED if self.is_multiplied(kind) else ()
         entries = _STREAMED + (_GROUPED if self.is_grouped(kind) else many)
-        return [kind.kernel(entry) for entry in entries]
+        gate = (
+            *self._place(kind, kind.wide),
+            *(self._is_interleaved, kind.size, kind.width, self._activation, *self._limits),
+        )
+        down = (*self._place(kind, "down"), kind.size, kind.width)
+        parts: dict[str, tuple[float, ...]] = {
+            "decode": gate + down,
+            **dict.fromkeys(("gate_up", "multiply_gate_up"), gate),
+            **dict.fromkeys(("down", "multiply_down"), down),
+        }
+        return Plan(
+            kind,
+            kind.blocks_per_multiprocessor * self._device.num_multiprocessors,
+            {
+                entry: (
+                    kind.kernel(entry),
+                    STRUCTS[entry],
+                    STRUCTS[entry].share(*parts.get(entry, ())),
+                )
+                for entry in entries
+            },
+        )
 
     def decode(
         self,
@@ -200,21 +236,16 @@ class Launches:
         h = scratch.room("h", step.num_pairs * step.width * 4)
         barrier = scratch.room("barrier", 8)
         work = max(step.num_pairs * step.width, step.num_tokens * step.size)
-        pool, bias_kind = self._pool, step.kind.bias_kind
-        biases = ("gate_up_bias", "down_bias")
-        fields = (
-            *(step.x.address, ids.address, table, step.weights[0], pool.address, pool.slot_stride),
-            *(pool.offset("gate_up"), pool.offset("down")),
-            *(pool.offset(role) if bias_kind else 0 for role in biases),
+        kernel, fields, shared = step.plan.entries["decode"]
+        argument = fields.pack(
+            shared,
+            *(step.x.address, ids.address, table, step.weights.address, self._pool.address),
             *(h, step.out.address, barrier, 0 if memory is None else memory.gate(step.layer)),
-            *(ids_kind(ids.dtype), step.weights[1], bias_kind, self._is_interleaved),
-            *(step.num_tokens, step.top_k, num_ids, pool.num_slots, step.size, step.width),
-            *(self._activation, *self._limits),
+            *(ids_kind(ids.dtype), step.weights_kind, step.num_tokens, step.top_k, num_ids),
+            self._pool.num_slots,
         )
-        arguments = np.array([fields], DECODE_ARGUMENTS).view(_DECODE_BYTES)
-        resident = step.kind.blocks_per_multiprocessor * self._device.num_multiprocessors
-        blocks = min(resident, -(-work // _WARPS))
-        launch = PreparedLaunch(step.kind.kernel("decode"), blocks, (arguments,))
+        blocks = min(step.plan.decode_blocks, -(-work // _WARPS))
+        launch = PreparedLaunch(kernel, blocks, argument)
         self.start(launch, step.stream)
         return launch
 
@@ -224,139 +255,52 @@ class Launches:
 
     def gate_up(self, step: Step, pair_slots: int, pairs: int, count: int, h: int) -> None:
         """Compute h of some pairs, whose slots are at an address."""
-        self._launch(
-            "gate_up",
-            step,
-            self._blocks(count * step.width),
-            np.uint64(step.x.address),
-            np.uint64(pair_slots),
-            np.uint64(pairs),
-            np.int32(count),
-            *self._slots("gate_up"),
-            *self._biases(step, "gate_up_bias"),
-            self._is_interleaved,
-            np.int32(step.top_k),
-            np.int32(step.size),
-            np.int32(step.width),
-            self._activation,
-            *self._limits,
-            np.uint64(h),
-        )
+        blocks = self._blocks(count * step.width)
+        addresses = (step.x.address, pair_slots, pairs, self._pool.address, h)
+        self._launch("gate_up", step, blocks, *addresses, count, step.top_k)
 
     def down(self, step: Step, pair_slots: int, pairs: int, count: int, h: int, rows: int) -> None:
         """Compute the rows of some pairs from their h."""
-        self._launch(
-            "down",
-            step,
-            self._blocks(count * step.size),
-            np.uint64(pair_slots),
-            np.uint64(pairs),
-            np.int32(count),
-            *self._slots("down"),
-            *self._biases(step, "down_bias"),
-            np.int32(step.size),
-            np.int32(step.width),
-            np.uint64(h),
-            np.uint64(rows),
-        )
+        blocks = self._blocks(count * step.size)
+        addresses = (pair_slots, pairs, self._pool.address, h, rows)
+        self._launch("down", step, blocks, *addresses, count)
 
     def combine_rows(self, step: Step, rows: int) -> None:
         """Sum the weighted rows of each token; row p is pair p's, in float32."""
-        self._launch(
-            "combine_rows",
-            step,
-            self._blocks(step.num_tokens, 1),
-            np.uint64(rows),
-            *step.weights,
-            np.int32(step.num_tokens),
-            np.int32(step.top_k),
-            np.int32(step.size),
-            np.uint64(step.out.address),
-        )
+        self._combine("combine_rows", step, rows, 0)
 
     def multiply_gate_up(self, step: Step, tiles: "Tiles", h: int) -> None:
         """Compute h of a wave's pairs, in their order, in the type of hidden states."""
-        self._launch(
-            "multiply_gate_up",
-            step,
-            self._blocks(tiles.num_tiles * -(-step.width // _TILE_PARTS["gate_up"]), 1),
-            np.uint64(step.x.address),
-            np.uint64(tiles.address),
-            np.int32(tiles.num_tiles),
-            np.uint64(tiles.pairs),
-            *self._slots("gate_up"),
-            *self._biases(step, "gate_up_bias"),
-            self._is_interleaved,
-            np.int32(step.top_k),
-            np.int32(step.size),
-            np.int32(step.width),
-            self._activation,
-            *self._limits,
-            np.uint64(h),
-        )
+        blocks = self._blocks(tiles.num_tiles * -(-step.kind.wide_rows // _TILE_ROWS), 1)
+        addresses = (step.x.address, tiles.address, tiles.pairs, self._pool.address, h)
+        self._launch("multiply_gate_up", step, blocks, *addresses, tiles.num_tiles, step.top_k)
 
     def multiply_down(self, step: Step, tiles: "Tiles", h: int, rows: int) -> None:
         """Compute the rows of a wave's pairs, row p that of pair p, from their h."""
-        self._launch(
-            "multiply_down",
-            step,
-            self._blocks(tiles.num_tiles * -(-step.size // _TILE_PARTS["down"]), 1),
-            np.uint64(h),
-            np.uint64(tiles.address),
-            np.int32(tiles.num_tiles),
-            np.uint64(tiles.pairs),
-            *self._slots("down"),
-            *self._biases(step, "down_bias"),
-            np.int32(step.size),
-            np.int32(step.width),
-            np.uint64(rows),
-        )
+        blocks = self._blocks(tiles.num_tiles * -(-step.size // _TILE_ROWS), 1)
+        addresses = (h, tiles.address, tiles.pairs, self._pool.address, rows)
+        self._launch("multiply_down", step, blocks, *addresses, tiles.num_tiles)
 
     def gather(self, step: Step, pairs: int, count: int, gathered: int) -> None:
         """Copy the hidden states of some pairs one behind the other."""
+        numbers = (count, step.top_k, step.size)
         self._launch(
-            "gather",
-            step,
-            self._blocks(count, 1),
-            np.uint64(step.x.address),
-            np.uint64(pairs),
-            np.int32(count),
-            np.int32(step.top_k),
-            np.int32(step.size),
-            np.uint64(gathered),
+            "gather", step, self._blocks(count, 1), step.x.address, pairs, gathered, *numbers
         )
 
     def activate(self, step: Step, both: int, count: int, h: int) -> None:
-        """Compute activation(gate) * up of rows."""
-        self._launch(
-            "activate",
-            step,
-            self._blocks(count, 1),
-            np.uint64(both),
-            np.int64(count),
-            np.int32(step.width),
-            self._activation,
-            np.uint64(h),
-        )
+        """Compute activation(gate) * up of rows, or activation(up) where there is no gate."""
+        numbers = (count, step.width, step.kind.is_gated, self._activation)
+        self._launch("activate", step, self._blocks(count, 1), both, h, *numbers)
 
     def combine(self, step: Step, rows: int, place: int) -> None:
         """Sum the weighted rows of each token; `place` has where each pair's is, 0: row p."""
-        self._launch(
-            "combine",
-            step,
-            self._blocks(step.num_tokens, 1),
-            np.uint64(rows),
-            np.uint64(place),
-            *step.weights,
-            np.int32(step.num_tokens),
-            np.int32(step.top_k),
-            np.int32(step.size),
-            np.uint64(step.out.address),
-        )
+        self._combine("combine", step, rows, place)
 
     def multiply(self, step: Step, role: str, wave: Any, rows: int, out: int) -> None:
         """Compute a product with a role of each of a wave's experts."""
-        n, k = (2 * step.width, step.size) if role == "gate_up" else (step.size, step.width)
+        kind = step.kind
+        n, k = (kind.size, kind.width) if role == "down" else (kind.wide_rows, kind.size)
         item, bounds = step.dtype.itemsize, wave.offsets.tolist()
         products = [
             Product(
@@ -371,24 +315,21 @@ class Launches:
         ]
         self._device.products(products, step.dtype, step.stream)
 
-    def _launch(
-        self,
-        name: str,
-        step: Step,
-        num_blocks: int,
-        *arguments: np.generic,
-    ) -> None:
-        self._device.launch(step.kind.kernel(name), num_blocks, arguments, step.stream)
+    def _combine(self, entry: str, step: Step, rows: int, place: int) -> None:
+        blocks = self._blocks(step.num_tokens, 1)
+        addresses = (rows, place, step.weights.address, step.out.address)
+        numbers = (step.weights_kind, step.num_tokens, step.top_k, step.size)
+        self._launch(entry, step, blocks, *addresses, *numbers)
 
-    def _biases(self, step: Step, *roles: str) -> tuple[np.generic, ...]:
-        kind = step.kind.bias_kind
-        offsets = (np.int64(self._pool.offset(role) if kind else 0) for role in roles)
-        return (*offsets, np.int32(kind))
+    def _launch(self, entry: str, step: Step, num_blocks: int, *values: int) -> None:
+        kernel, fields, shared = step.plan.entries[entry]
+        self._device.launch(kernel, num_blocks, fields.pack(shared, *values), step.stream)
 
-    def _slots(self, *roles: str) -> tuple[np.generic, ...]:
-        pool = self._pool
-        offsets = (np.int64(pool.offset(role)) for role in roles)
-        return (np.uint64(pool.address), np.int64(pool.slot_stride), *offsets)
+    def _place(self, kind: ExpertKind, role: str) -> tuple[int, ...]:
+        """Return from where to where slots are, where a matrix and its biases are in each."""
+        pool, bias_kind = self._pool, kind.bias_kind
+        bias = pool.offset(f"{role}_bias") if bias_kind else 0
+        return (pool.slot_stride, pool.offset(role), bias, bias_kind)
 
     def _address(self, slot: int, role: str) -> int:
         return self._pool.address + slot * self._pool.slot_stride + self._pool.offset(role)

@@ -50,12 +50,12 @@ def kernel_name(entry: str, hidden: str, gate_up: str = "", down: str = "", halv
     gate_up, down : str, optional
         Formats of the matrices; plain experts are in the type of `hidden`.
     halves : int, default 1
-        2 where gate and up are a matrix each.
+        2 where gate and up are a matrix each, 0 where there is no gate and `gate_up` is up's.
     """
     plain = gate_up in ("", hidden) and down in ("", hidden) and halves == 1
     if plain or "plain.cuh" not in _FILES[entry]:
         return f"{entry}_{hidden}"
-    return "|".join((f"{entry}_{hidden}", gate_up, down, str(halves)))
+    return "|".join((f"{entry}_{hidden}", gate_up or hidden, down or hidden, str(halves)))
 
 
 @functools.cache

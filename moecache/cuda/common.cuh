@@ -73,7 +73,7 @@ __device__ inline bool is_less(float a, float b)
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
-enum Activation { SILU, GELU, GELU_TANH, RELU, SWIGLU, CLAMPED_SILU };
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2, SWIGLU, CLAMPED_SILU };
 enum IdsKind { IDS_INT32, IDS_INT64 };
 enum WeightsKind { WEIGHTS_FLOAT32, WEIGHTS_AS_HIDDEN };
 enum BiasKind { NO_BIAS, BIAS_F32, BIAS_F16, BIAS_BF16 };
@@ -175,7 +175,10 @@ __device__ inline float activated(float x, int activation)
         return mul_rn(mul_rn(0.5f, x), add_rn(1.0f, tanhf(inner)));
     }
     case RELU:
-        return is_less(x, 0.0f) ? 0.0f : x; // fmaxf loses a NaN
+    case RELU2: {
+        const float kept = is_less(x, 0.0f) ? 0.0f : x; // fmaxf loses a NaN
+        return activation == RELU ? kept : mul_rn(kept, kept);
+    }
     default:
         return __uint_as_float(NOT_A_NUMBER);
     }

@@ -4,44 +4,45 @@
 // All ways take the same dot products, of one row each, and add them in the order of a token's
 // choices: `decode` equals its parts bit for bit.
 
-constexpr unsigned ELEMENTS = GateUp::ELEMENTS; // of h that a warp takes
+constexpr unsigned GATE_UP_ROWS = 2 * GateUp::ELEMENTS; // that a warp takes
+constexpr unsigned ELEMENTS = GATE_UP_ROWS / ROWS_OF_H; // of h, for which these are
 constexpr unsigned BLOCKS = GateUp::BLOCKS < Down::BLOCKS ? GateUp::BLOCKS : Down::BLOCKS;
 
-// How an expert's first half is computed.
-struct Gate {
-    Slots slots;
-    long long offset, bias_offset;
-    int bias_kind, is_interleaved, hidden, width, activation;
-    float alpha, limit;
+// Tasks of an expert's first half: a warp takes ELEMENTS of h.
+__device__ inline unsigned num_gate_tasks(const LayerGate& gate)
+{
+    return (gate.width + ELEMENTS - 1) / ELEMENTS;
+}
 
-    // Tasks of an expert: a warp takes ELEMENTS of h.
-    __device__ unsigned num_tasks() const { return (width + ELEMENTS - 1) / ELEMENTS; }
-
-    // Elements of h from `first` on, by one warp, each into `h` by a lane; none beyond the last.
-    __device__ void compute(Row<Hidden> x, int slot, unsigned first, float* h) const
-    {
-        const u8* matrix = slots.at(slot, offset);
-        GateUp::At rows[2 * ELEMENTS];
+// Elements of h from `first` on, by one warp, each into `h` by a lane; none beyond the last.
+__device__ inline void compute_h(
+    const LayerGate& how, const Slots& slots, Row<Hidden> x, int slot, unsigned first, float* h)
+{
+    const int width = how.width, hidden = how.hidden;
+    const u8* matrix = slots.at(slot, how.offset);
+    GateUp::At rows[GATE_UP_ROWS];
 #pragma unroll
-        for (unsigned e = 0; e < ELEMENTS; e++) {
-            const unsigned part = first + e < (unsigned)width ? first + e : width - 1;
-            const int gate = gate_row(part, is_interleaved);
-            const int up = up_row(part, width, is_interleaved);
-            rows[2 * e] = gate_up_row(matrix, gate, hidden, width);
-            rows[2 * e + 1] = gate_up_row(matrix, up, hidden, width);
-        }
-        float sums[2 * ELEMENTS];
-        GateUp::dots<Hidden>(rows, x, hidden, sums);
-        using Sums = RowSums<2 * ELEMENTS>;
-        float gate = Sums::total(sums), up = __shfl_xor_sync(ALL_LANES, gate, Sums::LANES);
-        const unsigned part = first + Sums::row() / 2;
-        if (!Sums::is_first() || Sums::row() % 2 || part >= (unsigned)width) return;
-        const u8* bias = slots.at(slot, bias_offset);
-        gate = with_bias(gate, bias, bias_kind, gate_row(part, is_interleaved));
-        up = with_bias(up, bias, bias_kind, up_row(part, width, is_interleaved));
-        h[Order<Down::H>::place(part, width)] = gated(gate, up, activation, alpha, limit);
+    for (unsigned r = 0; r < GATE_UP_ROWS; r++) {
+        const unsigned at = first + r / ROWS_OF_H, part = at < (unsigned)width ? at : width - 1;
+        const bool is_gate = r % ROWS_OF_H == 0;
+        rows[r] = gate_up_row(
+            matrix, row_of_h(part, is_gate, width, how.is_interleaved), hidden, width);
     }
-};
+    float sums[GATE_UP_ROWS];
+    GateUp::dots<Hidden>(rows, x, hidden, sums);
+    using Sums = RowSums<GATE_UP_ROWS>;
+    float value = Sums::total(sums);
+    float up = IS_GATED ? __shfl_xor_sync(ALL_LANES, value, Sums::LANES) : 0.0f;
+    const unsigned part = first + Sums::row() / ROWS_OF_H;
+    if (!Sums::is_first() || Sums::row() % ROWS_OF_H || part >= (unsigned)width) return;
+    const u8* bias = slots.at(slot, how.bias_offset);
+    const int row = row_of_h(part, true, width, how.is_interleaved);
+    value = with_bias(value, bias, how.bias_kind, row);
+    if constexpr (IS_GATED)
+        up = with_bias(up, bias, how.bias_kind, row_of_h(part, false, width, how.is_interleaved));
+    h[Order<Down::H>::place(part, width)] =
+        element_of_h(value, up, how.activation, how.alpha, how.limit);
+}
 
 constexpr unsigned DOWN_ROWS = Down::ROWS; // rows of an expert's down that a warp takes
 
@@ -134,9 +135,9 @@ struct Ending {
 
 __device__ inline void reduce_experts(
     const Routing& routing, const void* weights, int weights_kind, const Slots& slots,
-    long long down_offset, long long bias_offset, int bias_kind, Row<Down::H> h, int num_tokens,
-    int top_k, int hidden, int width, Hidden::Bits* out)
+    const LayerDown& down, Row<Down::H> h, int num_tokens, int top_k, Hidden::Bits* out)
 {
+    const int hidden = down.hidden, width = down.width;
     auto& shared = block_memory<Reduction>();
     const unsigned per_group = top_k < (int)NUM_WARPS ? top_k : NUM_WARPS;
     const unsigned num_groups = NUM_WARPS / per_group;
@@ -157,12 +158,12 @@ __device__ inline void reduce_experts(
                     if (threadIdx.x % 32 < DOWN_ROWS)
                         values[threadIdx.x % 32] = __uint_as_float(NOT_A_NUMBER);
                 } else {
-                    const u8* bias = slots.at(slot, bias_offset);
-                    const u8* matrix = slots.at(slot, down_offset);
+                    const u8* bias = slots.at(slot, down.bias_offset);
+                    const u8* matrix = slots.at(slot, down.offset);
                     const float sum = down_rows(matrix, h + pair * width, row, hidden, width);
                     const int own = DownSums::row();
                     if (DownSums::is_first() && row + own < hidden)
-                        values[own] = with_bias(sum, bias, bias_kind, row + own);
+                        values[own] = with_bias(sum, bias, down.bias_kind, row + own);
                 }
             }
             __syncthreads();
@@ -181,23 +182,39 @@ __device__ inline void reduce_experts(
     }
 }
 
-// All of what `decode` is given, as one argument: numbers cost the host time one by one.
-// DECODE_ARGUMENTS of _launches.py has the same fields.
+// The kernels' arguments, each one struct: numbers cost the host time one by one. STRUCTS of
+// _structs.py has the same fields. As a __grid_constant__ a struct takes no registers.
 struct DecodeArguments {
     const Hidden::Bits* x;
     const void* ids;
     const int* slot_table;
     const void* weights;
     const u8* first_slot;
-    long long slot_stride;
-    long long gate_up_offset, down_offset, gate_up_bias_offset, down_bias_offset;
     float* h;
     Hidden::Bits* out;
     u64* barrier;
     const StepGate* step_gate;
-    int ids_kind, weights_kind, bias_kind, is_interleaved, num_tokens, top_k;
-    int num_experts, num_slots, hidden, width, activation;
-    float alpha, limit;
+    int ids_kind, weights_kind, num_tokens, top_k, num_experts, num_slots;
+    LayerGate gate;
+    LayerDown down;
+};
+
+struct GateUpArguments {
+    const Hidden::Bits* x;
+    const int *pair_slots, *pairs;
+    const u8* first_slot;
+    float* h;
+    int num_pairs, top_k;
+    LayerGate gate;
+};
+
+struct DownArguments {
+    const int *pair_slots, *pairs;
+    const u8* first_slot;
+    const float* h;
+    float* rows;
+    int num_pairs;
+    LayerDown down;
 };
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) decode(
@@ -206,61 +223,55 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) decode(
     const Routing routing = {
         given.ids, given.ids_kind, given.slot_table, given.num_experts, given.num_slots};
     if (!enter_step(given.step_gate, routing, given.num_tokens, given.top_k)) return;
-    const Slots slots = {given.first_slot, given.slot_stride};
-    const Gate gate = {
-        slots, given.gate_up_offset, given.gate_up_bias_offset, given.bias_kind,
-        given.is_interleaved, given.hidden, given.width, given.activation, given.alpha,
-        given.limit};
-    const int top_k = given.top_k, hidden = given.hidden, width = given.width;
+    const Slots slots = {given.first_slot, given.gate.slot_stride};
+    const int top_k = given.top_k, hidden = given.gate.hidden, width = given.gate.width;
     const unsigned num_pairs = given.num_tokens * top_k;
-    const unsigned parts = gate.num_tasks();
+    const unsigned parts = num_gate_tasks(given.gate);
     for (Task task(parts); task.item < num_pairs; task.advance(parts)) {
         const int slot = routing.slot_of(task.item);
         if (slot < 0) continue;
         const Row<Hidden> row = given.x + (long long)(task.item / top_k) * hidden;
-        gate.compute(row, slot, task.part * ELEMENTS, given.h + (long long)task.item * width);
+        compute_h(
+            given.gate, slots, row, slot, task.part * ELEMENTS,
+            given.h + (long long)task.item * width);
     }
 
     grid_barrier(given.barrier);
 
     reduce_experts(
-        routing, given.weights, given.weights_kind, slots, given.down_offset,
-        given.down_bias_offset, given.bias_kind, (Row<Down::H>)given.h, given.num_tokens, top_k,
-        hidden, width, given.out);
+        routing, given.weights, given.weights_kind, slots, given.down, (Row<Down::H>)given.h,
+        given.num_tokens, top_k, given.out);
 }
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) gate_up(
-    const Hidden::Bits* x, const int* pair_slots, const int* pairs, int num_pairs,
-    const u8* first_slot, long long slot_stride, long long offset, long long bias_offset,
-    int bias_kind, int is_interleaved, int top_k, int hidden, int width, int activation,
-    float alpha, float limit, float* h)
+    const __grid_constant__ GateUpArguments given)
 {
-    const Gate gate = {{first_slot, slot_stride}, offset, bias_offset, bias_kind, is_interleaved,
-                       hidden, width, activation, alpha, limit};
-    const unsigned parts = gate.num_tasks();
-    for (Task task(parts); task.item < (unsigned)num_pairs; task.advance(parts)) {
-        const int pair = pairs[task.item];
-        gate.compute(
-            x + (long long)(pair / top_k) * hidden, pair_slots[task.item], task.part * ELEMENTS,
-            h + (long long)pair * width);
+    const Slots slots = {given.first_slot, given.gate.slot_stride};
+    const unsigned parts = num_gate_tasks(given.gate);
+    for (Task task(parts); task.item < (unsigned)given.num_pairs; task.advance(parts)) {
+        const int pair = given.pairs[task.item];
+        compute_h(
+            given.gate, slots, given.x + (long long)(pair / given.top_k) * given.gate.hidden,
+            given.pair_slots[task.item], task.part * ELEMENTS,
+            given.h + (long long)pair * given.gate.width);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) down(
-    const int* pair_slots, const int* pairs, int num_pairs, const u8* first_slot,
-    long long slot_stride, long long offset, long long bias_offset, int bias_kind, int hidden,
-    int width, const float* h, float* rows)
+    const __grid_constant__ DownArguments given)
 {
-    const Slots slots = {first_slot, slot_stride};
+    const LayerDown& how = given.down;
+    const Slots slots = {given.first_slot, how.slot_stride};
+    const int hidden = how.hidden, width = how.width;
     const int num_groups = (hidden + DOWN_ROWS - 1) / DOWN_ROWS;
-    for (Task task(num_groups); task.item < (unsigned)num_pairs; task.advance(num_groups)) {
-        const long long pair = pairs[task.item];
-        const int slot = pair_slots[task.item], first = task.part * DOWN_ROWS;
-        const u8* matrix = slots.at(slot, offset);
-        const float sum = down_rows(matrix, (Row<Down::H>)h + pair * width, first, hidden, width);
+    for (Task task(num_groups); task.item < (unsigned)given.num_pairs; task.advance(num_groups)) {
+        const long long pair = given.pairs[task.item];
+        const int slot = given.pair_slots[task.item], first = task.part * DOWN_ROWS;
+        const Row<Down::H> h = (Row<Down::H>)given.h + pair * width;
+        const float sum = down_rows(slots.at(slot, how.offset), h, first, hidden, width);
         const int row = first + DownSums::row();
         if (!DownSums::is_first() || row >= hidden) continue;
-        rows[pair * hidden + row] =
-            with_bias(sum, slots.at(slot, bias_offset), bias_kind, row);
+        given.rows[pair * hidden + row] =
+            with_bias(sum, slots.at(slot, how.bias_offset), how.bias_kind, row);
     }
 }

@@ -1,5 +1,6 @@
 """Device: a GPU as slots and kernels use it."""
 
+import ctypes
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -234,14 +235,14 @@ class Device(Protocol):
         self,
         kernel: str,
         num_blocks: int,
-        arguments: Sequence[np.generic | np.ndarray],
+        argument: "ctypes.Array[ctypes.c_char]",
         stream: Stream,
         *,
         cooperative: bool = False,
     ) -> None:
         """Start a kernel, by its name, with 256 threads a block.
 
-        An argument that is an array is of one element, a struct's bytes, passed by value.
+        Its only argument is a struct, whose bytes may change once this has returned.
         """
 
     def prepare(self, kernels: Sequence[str]) -> None:

@@ -184,75 +184,109 @@ __device__ inline void each_result(const Sums& sums, unsigned num_rows, const Re
 }
 
 // A function of its own: inlined for each of a lane's sums it is most of the code.
-__device__ __noinline__ float gated_apart(
-    float gate, float up, int activation, float alpha, float limit)
+__device__ __noinline__ float element_apart(
+    float first, float second, int activation, float alpha, float limit)
 {
-    return gated(gate, up, activation, alpha, limit);
+    return element_of_h(first, second, activation, alpha, limit);
 }
 
-// h[i] = activation(gate(x)) * up(x), of the wave's i-th pair.
+// The kernels' arguments; STRUCTS of _structs.py has the same fields. No __grid_constant__: with one
+// the compiler makes a single loop of results, which looks at each for the kind of biases.
+struct MultiplyGateUpArguments {
+    const Hidden::Bits* x;
+    const int *tiles, *pairs;
+    const u8* first_slot;
+    Hidden::Bits* h;
+    int num_tiles, top_k;
+    LayerGate gate;
+};
+
+struct MultiplyDownArguments {
+    const Hidden::Bits* h;
+    const int *tiles, *pairs;
+    const u8* first_slot;
+    Hidden::Bits* rows;
+    int num_tiles;
+    LayerDown down;
+};
+
+// h[i] = activation(gate(x)) * up(x), of the wave's i-th pair; without a gate activation(up(x)). The
+// two sets are rows of gate and of up for the same elements of h, or up's for one set and the next.
 extern "C" __global__ void __launch_bounds__(256, 2) multiply_gate_up(
-    const Hidden::Bits* x, const int* tiles, int num_tiles, const int* pairs, const u8* first_slot,
-    long long slot_stride, long long offset, long long bias_offset, int bias_kind,
-    int is_interleaved, int top_k, int hidden, int width, int activation, float alpha, float limit,
-    Hidden::Bits* h)
+    const MultiplyGateUpArguments given)
 {
-    const Slots slots = {first_slot, slot_stride};
-    const unsigned num_parts = (width + SET_ROWS - 1) / SET_ROWS;
-    for (unsigned task = blockIdx.x; task < num_tiles * num_parts; task += gridDim.x) {
-        const int* tile = tiles + task / num_parts * 3;
+    const LayerGate& how = given.gate;
+    const Slots slots = {given.first_slot, how.slot_stride};
+    const int hidden = how.hidden, width = how.width, is_interleaved = how.is_interleaved;
+    constexpr int elements = NUM_SETS * SET_ROWS / ROWS_OF_H;
+    const unsigned num_parts = (width + elements - 1) / elements;
+    for (unsigned task = blockIdx.x; task < given.num_tiles * num_parts; task += gridDim.x) {
+        const int* tile = given.tiles + task / num_parts * 3;
         const int slot = tile[0], first = tile[1], num_rows = tile[2];
-        const int first_part = task % num_parts * SET_ROWS;
+        const int first_part = task % num_parts * elements;
         // Beyond the last row a thread repeats the last; nothing of that is stored.
-        const int row = threadIdx.x / 2 % SET_ROWS;
+        const int row = threadIdx.x / 2 % elements;
         const int part = first_part + row < width ? first_part + row : width - 1;
-        const int weights_row = threadIdx.x / 2 < SET_ROWS ? gate_row(part, is_interleaved)
-                                                           : up_row(part, width, is_interleaved);
+        const int weights_row =
+            row_of_h(part, threadIdx.x / 2 < SET_ROWS, width, is_interleaved);
         const int own = threadIdx.x / 4;
         const Row<Hidden> inputs =
-            own < num_rows ? x + (long long)(pairs[first + own] / top_k) * hidden : nullptr;
+            own < num_rows
+                ? given.x + (long long)(given.pairs[first + own] / given.top_k) * hidden
+                : nullptr;
         Sums sums = {};
         multiply_tile<GateUp>(
-            gate_up_row(slots.at(slot, offset), weights_row, hidden, width), inputs, hidden,
+            gate_up_row(slots.at(slot, how.offset), weights_row, hidden, width), inputs, hidden,
             num_rows, sums);
-        const u8* bias = slots.at(slot, bias_offset);
-        each_result(sums, num_rows, [&](int i, int column, float gate, float up) {
-            const int found = first_part + column;
+        const u8* bias = slots.at(slot, how.bias_offset);
+        each_result(sums, num_rows, [&](int i, int column, float low, float high) {
+            Hidden::Bits* h = given.h + (long long)(first + i) * width;
+            const int found = first_part + column, other = found + (int)SET_ROWS;
+            auto finish = [&](int element, float one, float two) {
+                h[element] = Hidden::narrow(
+                    element_apart(one, two, how.activation, how.alpha, how.limit));
+            };
             if (found >= width) return;
-            gate = with_bias(gate, bias, bias_kind, gate_row(found, is_interleaved));
-            up = with_bias(up, bias, bias_kind, up_row(found, width, is_interleaved));
-            h[(long long)(first + i) * width + found] =
-                Hidden::narrow(gated_apart(gate, up, activation, alpha, limit));
+            low = with_bias(
+                low, bias, how.bias_kind, row_of_h(found, true, width, is_interleaved));
+            if constexpr (IS_GATED) {
+                high = with_bias(
+                    high, bias, how.bias_kind, row_of_h(found, false, width, is_interleaved));
+                finish(found, low, high);
+            } else {
+                finish(found, low, 0.0f);
+                if (other < width) finish(other, with_bias(high, bias, how.bias_kind, other), 0.0f);
+            }
         });
     }
 }
 
 // rows[p] = down(h[i]), of the wave's i-th pair, p.
 extern "C" __global__ void __launch_bounds__(256, 2) multiply_down(
-    const Hidden::Bits* h, const int* tiles, int num_tiles, const int* pairs, const u8* first_slot,
-    long long slot_stride, long long offset, long long bias_offset, int bias_kind, int hidden,
-    int width, Hidden::Bits* rows)
+    const MultiplyDownArguments given)
 {
     constexpr int both = NUM_SETS * SET_ROWS;
-    const Slots slots = {first_slot, slot_stride};
+    const LayerDown& how = given.down;
+    const Slots slots = {given.first_slot, how.slot_stride};
+    const int hidden = how.hidden, width = how.width;
     const unsigned num_parts = (hidden + both - 1) / both;
-    for (unsigned task = blockIdx.x; task < num_tiles * num_parts; task += gridDim.x) {
-        const int* tile = tiles + task / num_parts * 3;
+    for (unsigned task = blockIdx.x; task < given.num_tiles * num_parts; task += gridDim.x) {
+        const int* tile = given.tiles + task / num_parts * 3;
         const int slot = tile[0], first = tile[1], num_rows = tile[2];
         const int first_row = task % num_parts * both, row = first_row + threadIdx.x / 2;
         const int own = threadIdx.x / 4;
         const Row<Hidden> inputs =
-            own < num_rows ? h + (long long)(first + own) * width : nullptr;
-        const Down::At weights_row =
-            Down::row(slots.at(slot, offset), row < hidden ? row : hidden - 1, hidden, width);
+            own < num_rows ? given.h + (long long)(first + own) * width : nullptr;
+        const Down::At weights_row = Down::row(
+            slots.at(slot, how.offset), row < hidden ? row : hidden - 1, hidden, width);
         Sums sums = {};
         multiply_tile<Down>(weights_row, inputs, width, num_rows, sums);
-        const u8* bias = slots.at(slot, bias_offset);
+        const u8* bias = slots.at(slot, how.bias_offset);
         each_result(sums, num_rows, [&](int i, int column, float low, float high) {
-            Hidden::Bits* out = rows + (long long)pairs[first + i] * hidden;
+            Hidden::Bits* out = given.rows + (long long)given.pairs[first + i] * hidden;
             const int found = first_row + column, other = found + (int)SET_ROWS;
-            low = with_bias(low, bias, bias_kind, found < hidden ? found : 0);
-            high = with_bias(high, bias, bias_kind, other < hidden ? other : 0);
+            low = with_bias(low, bias, how.bias_kind, found < hidden ? found : 0);
+            high = with_bias(high, bias, how.bias_kind, other < hidden ? other : 0);
             if (found < hidden) out[found] = Hidden::narrow(low);
             if (other < hidden) out[other] = Hidden::narrow(high);
         });

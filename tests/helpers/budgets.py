@@ -19,6 +19,7 @@ BUDGETS = {
     "tests/test_cuda_bits.py": 12,
     "tests/test_transformers_device_tokens.py": 14,
     "tests/test_cuda_quantized.py": 12,
+    "tests/test_cuda_ungated.py": 12,
     "tests/test_transformers_cuda_quantized.py": 12,
     "tests/test_cuda_experts.py": 10,
     "tests/test_cuda_kernels.py": 10,

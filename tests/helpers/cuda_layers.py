@@ -3,13 +3,14 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 
-from moecache.cuda._launches import DECODE_ARGUMENTS
+from moecache.cuda._sources import kernel_name
+from moecache.cuda._structs import STRUCTS
 from tests.helpers.cuda_emulator import EmulatedKernels, address_of
 
 DTYPES: dict[str, np.dtype] = {
@@ -24,7 +25,6 @@ PAGE_BYTES = mmap.PAGESIZE
 
 # Tokens, choices of each, experts, hidden size and width.
 Sizes = tuple[int, int, int, int, int]
-Arguments = list[np.generic]
 Place = Callable[[np.ndarray], np.ndarray]
 
 
@@ -38,6 +38,7 @@ ACTIVATIONS: list[Callable[[np.ndarray], np.ndarray]] = [
     lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
     lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     lambda x: np.maximum(x, 0),
+    lambda x: np.maximum(x, 0) ** 2,
 ]
 
 
@@ -45,6 +46,18 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     """Return the norm of the difference as a share of the expected norm."""
     wide = found.astype(np.float64)
     return float(np.linalg.norm(wide - expected) / np.linalg.norm(expected))
+
+
+def argument(
+    entry: str, arrays: Mapping[str, np.ndarray], numbers: Mapping[str, float]
+) -> list[np.ndarray]:
+    """Return what a kernel is given: its struct, whose other fields are zero."""
+    given = np.zeros(1, STRUCTS[entry].dtype)
+    for name, array in arrays.items():
+        given[name] = address_of(array)
+    for name, number in numbers.items():
+        given[name] = number
+    return [given]
 
 
 def ends_at_guard(array: np.ndarray) -> np.ndarray:
@@ -89,6 +102,8 @@ class Layer:
     place : callable, default numpy.array
         Copies each array to where the kernels get it.
     seed : int, default 0
+    is_gated : bool, default True
+        Else an expert is up and down.
     """
 
     suffix: str
@@ -99,6 +114,7 @@ class Layer:
     padding_bytes: int = 0
     place: Place = np.array
     seed: int = 0
+    is_gated: bool = True
     slot_stride: int = field(init=False)
     x: np.ndarray = field(init=False)
     ids: np.ndarray = field(init=False)
@@ -123,13 +139,18 @@ class Layer:
         table = np.full(self.num_experts, -1, np.int32)
         table[used] = rng.permutation(used.size)
         self.slot_table = self.place(table)
-        gate_up = rng.standard_normal((used.size, 2 * self.width * self.hidden)) / 4
+        gate_up = rng.standard_normal((used.size, self.gate_up_rows * self.hidden)) / 4
         down = rng.standard_normal((used.size, self.hidden * self.width)) / 4
         slots = np.zeros((used.size, self.slot_stride), np.uint8)
         for matrix, offset in ((gate_up, self.gate_up_offset), (down, self.down_offset)):
             stored = matrix.astype(dtype).view(np.uint8)
             slots[:, offset : offset + stored.shape[1]] = stored
         self.slots = self.place(slots)
+
+    @property
+    def gate_up_rows(self) -> int:
+        """Rows of a slot's first matrix."""
+        return self.width * (2 if self.is_gated else 1)
 
     @property
     def gate_up_offset(self) -> int:
@@ -139,7 +160,7 @@ class Layer:
     @property
     def down_offset(self) -> int:
         """Where a slot's second matrix begins."""
-        size = 2 * self.width * self.hidden * DTYPES[self.suffix].itemsize
+        size = self.gate_up_rows * self.hidden * DTYPES[self.suffix].itemsize
         return self.gate_up_offset + size + self.padding_bytes
 
     def expected(self) -> np.ndarray:
@@ -149,10 +170,13 @@ class Layer:
             x = self.x[token].astype(np.float64)
             for weight, expert in zip(self.weights[token], choices, strict=True):
                 slot = self.slots[self.slot_table[expert]]
-                gate_up = self._matrix(slot, self.gate_up_offset, (2 * self.width, self.hidden))
+                shape = (self.gate_up_rows, self.hidden)
+                gate_up = self._matrix(slot, self.gate_up_offset, shape)
                 down = self._matrix(slot, self.down_offset, (self.hidden, self.width))
                 both = gate_up @ x
-                h = ACTIVATIONS[self.activation](both[: self.width]) * both[self.width :]
+                h = ACTIVATIONS[self.activation](both[: self.width])
+                if self.is_gated:
+                    h *= both[self.width :]
                 out[token] += float(weight) * (down @ h)
         return out
 
@@ -175,7 +199,6 @@ class Layer:
         h = self.place(np.full((self.ids.size, self.width), np.nan, np.float32))
         out = self.place(np.zeros_like(self.x)) if out is None else out
         barrier = self.place(np.zeros(1, np.uint64)) if barrier is None else barrier
-        given = np.zeros(1, DECODE_ARGUMENTS)
         arrays = {
             "x": self.x,
             "ids": self.ids,
@@ -186,16 +209,43 @@ class Layer:
             "out": out,
             "barrier": barrier,
         }
-        for name, array in arrays.items():
-            given[name] = address_of(array)
-        for name in ("slot_stride", "gate_up_offset", "down_offset", "num_tokens", "top_k"):
-            given[name] = getattr(self, name)
-        for name in ("num_experts", "hidden", "width", "activation"):
-            given[name] = getattr(self, name)
-        given["ids_kind"], given["weights_kind"] = self.ids.itemsize == 8, self.own_weights
-        given["num_slots"], given["step_gate"] = len(self.slots), gate
-        module.launch(f"decode_{self.suffix}", grid, BLOCK, [given], cooperative=True, seed=seed)
+        numbers = {
+            "step_gate": gate,
+            "ids_kind": self.ids.itemsize == 8,
+            "weights_kind": self.own_weights,
+            "num_tokens": self.num_tokens,
+            "top_k": self.top_k,
+            "num_experts": self.num_experts,
+            "num_slots": len(self.slots),
+        }
+        given = argument("decode", arrays, {**numbers, **self.of_gate, **self.of_down})
+        module.launch(self.kernel("decode"), grid, BLOCK, given, cooperative=True, seed=seed)
         return out
+
+    def kernel(self, entry: str) -> str:
+        """Return the name of a kernel for these experts."""
+        return kernel_name(entry, self.suffix, halves=int(self.is_gated))
+
+    @property
+    def of_gate(self) -> dict[str, int]:
+        """What arguments have of gate and up."""
+        return {
+            "gate.slot_stride": self.slot_stride,
+            "gate.offset": self.gate_up_offset,
+            "gate.hidden": self.hidden,
+            "gate.width": self.width,
+            "gate.activation": self.activation,
+        }
+
+    @property
+    def of_down(self) -> dict[str, int]:
+        """What arguments have of down."""
+        return {
+            "down.slot_stride": self.slot_stride,
+            "down.offset": self.down_offset,
+            "down.hidden": self.hidden,
+            "down.width": self.width,
+        }
 
     def by_parts(
         self,
@@ -208,22 +258,29 @@ class Layer:
         h = self.place(np.full((self.ids.size, self.width), np.nan, np.float32))
         rows = self.place(np.full((self.ids.size, self.hidden), np.nan, np.float32))
         out = self.place(np.zeros_like(self.x))
-        sizes: Arguments = [np.int32(self.hidden), np.int32(self.width)]
         for chosen in lists:
             pairs = self.place(np.array(chosen, np.int32))
             slots = self.place(self.slot_table[self.ids.ravel()[pairs]])
-            listed: Arguments = [address_of(slots), address_of(pairs), np.int32(pairs.size)]
-            where: Arguments = [address_of(self.slots), np.int64(self.slot_stride)]
-            first: Arguments = [address_of(self.x), *listed, *where, np.int64(self.gate_up_offset)]
-            first += [np.int64(0), np.int32(0), np.int32(0), np.int32(self.top_k), *sizes]
-            first += [np.int32(self.activation), np.float32(0), np.float32(0), address_of(h)]
-            second: Arguments = [*listed, *where, np.int64(self.down_offset)]
-            second += [np.int64(0), np.int32(0), *sizes]
-            second += [address_of(h), address_of(rows)]
-            module.launch(f"gate_up_{self.suffix}", grid, BLOCK, first, seed=seed)
-            module.launch(f"down_{self.suffix}", grid, BLOCK, second, seed=seed)
-        last: Arguments = [address_of(rows), address_of(self.weights), np.int32(self.own_weights)]
-        last += [np.int32(self.num_tokens), np.int32(self.top_k), np.int32(self.hidden)]
-        last += [address_of(out)]
-        module.launch(f"combine_rows_{self.suffix}", grid, BLOCK, last, seed=seed)
+            arrays = {"pair_slots": slots, "pairs": pairs, "first_slot": self.slots, "h": h}
+            first = argument(
+                "gate_up",
+                {**arrays, "x": self.x},
+                {"num_pairs": pairs.size, "top_k": self.top_k, **self.of_gate},
+            )
+            second = argument(
+                "down", {**arrays, "rows": rows}, {"num_pairs": pairs.size, **self.of_down}
+            )
+            module.launch(self.kernel("gate_up"), grid, BLOCK, first, seed=seed)
+            module.launch(self.kernel("down"), grid, BLOCK, second, seed=seed)
+        last = argument(
+            "combine_rows",
+            {"rows": rows, "weights": self.weights, "out": out},
+            {
+                "weights_kind": self.own_weights,
+                "num_tokens": self.num_tokens,
+                "top_k": self.top_k,
+                "hidden": self.hidden,
+            },
+        )
+        module.launch(self.kernel("combine_rows"), grid, BLOCK, last, seed=seed)
         return out

@@ -26,7 +26,7 @@ class RandomStore(MemoryStore):
     gate_up, down : str
     size, width, num_layers, num_experts, top_k : int
     halves : int, default 1
-        2: gate and up are a matrix each.
+        2: gate and up are a matrix each; 0: there is no gate, and the first format is up's.
     bias : dtype, optional
         Of biases.
     """
@@ -47,9 +47,10 @@ class RandomStore(MemoryStore):
         rng = np.random.default_rng(0)
         self.values: dict[tuple[str, int, int], np.ndarray] = {}
         arrays: dict[str, Any] = {}
-        shapes = {"gate_up": (gate_up, 2 * width, size), "down": (down, size, width)}
+        wide, rows_of_wide = ("gate_up", 2 * width) if halves else ("up", width)
+        shapes = {wide: (gate_up, rows_of_wide, size), "down": (down, size, width)}
         for number, (role, (name, rows, columns)) in enumerate(shapes.items()):
-            count = halves if role == "gate_up" else 1
+            count = halves if role == "gate_up" else 1  # matrices
             stack = []
             for layer in range(num_layers):
                 for expert in range(num_experts):

@@ -18,7 +18,8 @@ import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name
 import numpy as np
 
 from moecache.cuda import DeviceArray, Graph, Memory, Product, Stream
-from moecache.cuda._launches import DECODE_ARGUMENTS
+from moecache.cuda._sources import source_of
+from moecache.cuda._structs import STRUCTS
 from moecache.cuda.device import dtype_of, with_memory
 from moecache.errors import ConfigError, MoeCacheError
 from tests.helpers.cuda_emulator import EmulatedKernels
@@ -391,24 +392,26 @@ class FakeDevice:
         self,
         kernel: str,
         num_blocks: int,
-        arguments: Sequence[np.generic | np.ndarray],
+        argument: "ctypes.Array[ctypes.c_char]",
         stream: Stream,
         *,
         cooperative: bool = False,
     ) -> None:
         """Queue a kernel, to be emulated."""
         self._call()
-        fit = 2 if "|" in kernel else 3  # BLOCKS of the formats
+        is_plain = {*kernel.split("|")[1:3]} <= {"f32", "f16", "bf16"}
+        fit = 3 if is_plain else 2  # BLOCKS of the formats
         assert not cooperative or num_blocks <= fit * self.num_multiprocessors
         assert kernel in self.prepared, f"{kernel} would be compiled now"
         self.num_launches[kernel] = self.num_launches.get(kernel, 0) + 1
-        # A struct is copied when the kernel is queued.
-        values = [value.copy() for value in arguments]
-        check = self._alive([int(part) for value in values for part in _pointers(value)])
+        # Copied when the kernel is queued.
+        value = np.frombuffer(bytes(argument), STRUCTS[source_of(kernel).entry].dtype)
+        check = self._alive(_pointers(value))
         self._enqueue(
             stream,
             lambda: (
-                check() or EMULATED.launch(kernel, num_blocks, 256, values, cooperative=cooperative)
+                check()
+                or EMULATED.launch(kernel, num_blocks, 256, [value], cooperative=cooperative)
             ),
         )
 
@@ -499,15 +502,10 @@ class FakeDevice:
                     raise DeadlockError("nothing can go on")
 
 
-def _pointers(argument: np.generic | np.ndarray) -> Iterator[int]:
+def _pointers(argument: np.ndarray) -> list[int]:
     """Return the addresses in an argument of a kernel."""
-    if argument.dtype == np.uint64:
-        yield int(argument)
-    elif argument.dtype.kind == "V":
-        fields = argument.view(DECODE_ARGUMENTS)
-        for name in DECODE_ARGUMENTS.names or ():
-            if fields[name].dtype == np.uint64:
-                yield int(fields[name][0])
+    names = argument.dtype.names or ()
+    return [int(argument[name][0]) for name in names if argument.dtype[name] == np.uint64]
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -57,11 +57,15 @@ def disassembler() -> str | None:
     return _tool("nvdisasm")
 
 
+def compiled(kernel: str, arch: int) -> dict[str, MachineCode]:
+    """Return what ptxas says of every kernel of a source, by name."""
+    return _compiled(source_of(kernel).text, arch)[0]
+
+
 @functools.cache
-def compiled(kernel: str, arch: int) -> tuple[dict[str, MachineCode], bytes]:
+def _compiled(source: str, arch: int) -> tuple[dict[str, MachineCode], bytes]:
     """Return what ptxas says of every kernel of a source, by name, and the file that it makes."""
     assert NVCC is not None
-    source = source_of(kernel).text
     command = [NVCC, *OPTIONS, *_OF_CUPY, "-cubin", "-Xptxas", "-v", f"-arch=sm_{arch}"]
     version = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True)
 
@@ -85,14 +89,19 @@ def compiled(kernel: str, arch: int) -> tuple[dict[str, MachineCode], bytes]:
 
 def instructions(kernel: str, arch: int) -> list[str]:
     """Return the instructions of a kernel in their order, such as "LDG.E.EF.128"; no operands."""
-    tool = disassembler()
-    assert tool is not None
-    entry = source_of(kernel).entry
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(kernel, arch)[1])
-        file.flush()
-        command = [tool, "-c", "-ndf", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    _, _, code = text.partition(f".text.{entry}:")
+    entry, text = source_of(kernel)
+    _, _, code = _disassembly(text, arch).partition(f".text.{entry}:")
     lines = code.split(".section", 1)[0].splitlines()
     return [match[1] for line in lines if (match := _INSTRUCTION.match(line))]
+
+
+@functools.cache
+def _disassembly(source: str, arch: int) -> str:
+    """Return the instructions of all kernels of a source, as text."""
+    tool = disassembler()
+    assert tool is not None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(_compiled(source, arch)[1])
+        file.flush()
+        command = [tool, "-c", "-ndf", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -290,6 +290,11 @@ QWEN2_MOE = replace(
     name="qwen2_moe_wide",
     settings={**tiny.QWEN2_MOE, **WIDE, "shared_expert_intermediate_size": 32},
 )
+NEMOTRON_H = replace(
+    FAMILIES["nemotron_h"],
+    name="nemotron_h_wide",
+    settings={**tiny.NEMOTRON_H, "hidden_size": 64, "moe_intermediate_size": 32},
+)
 GPT_OSS = replace(
     FAMILIES["gpt_oss"], name="gpt_oss_wide", settings={**tiny.GPT_OSS, "intermediate_size": 64}
 )

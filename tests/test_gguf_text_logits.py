@@ -1,13 +1,14 @@
 """A GGUF file's model without torch, beside transformers' own of the same weights."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from moecache.decoding import states_cache
 from moecache.decoding.gguf.opening import open_text_model
-from moecache.decoding.text_cache import TextCache
 from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
 from tests.helpers.gguf_texts import QUANTIZED, parts_of
 
@@ -55,8 +56,8 @@ def rounding_cache() -> Any:
 @pytest.fixture
 def exact_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep keys and values in float32: sums in another order move none to another bfloat16."""
-    monkeypatch.setattr(TextCache, "_kind", "f32")
-    monkeypatch.setattr(TextCache, "_dtype", np.dtype(np.float32))
+    exact = functools.partial(states_cache.empty_cache, kind="f32")
+    monkeypatch.setattr("moecache.decoding.gguf.model.empty_cache", exact)
 
 
 def assert_near(path: Path, model: Any, new_cache: Any = None) -> None:

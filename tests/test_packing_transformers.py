@@ -93,7 +93,8 @@ def test_what_was_packed_in_a_format_is_computed_as_it_lies(
         offload.detach()
     assert torch.equal(logits(loaded), by_torch)
     assert torch.equal(generated(loaded), tokens)
-    torch.testing.assert_close(found[0], by_torch, rtol=0.1, atol=0.1)
+    # A program's are float32.
+    torch.testing.assert_close(found[0].float(), by_torch.float(), rtol=0.1, atol=0.1)
 
 
 def test_a_stack_whose_name_has_no_experts_in_it_is_packed_too(tmp_path: Path) -> None:

@@ -120,8 +120,9 @@ sanitize: $(call stamp,dev) ## the compiled core under ASan and UBSan
 ARM_CC ?= aarch64-linux-gnu-gcc
 ARM_RUN ?= qemu-aarch64 -L /usr/aarch64-linux-gnu
 KERNELS_C = -O2 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wall -Wextra \
-	-Imoecache/kernels tests/kernels_c/test_kernels.c -o $@ -pthread -lm
-KERNELS_H = $(wildcard moecache/kernels/*.h tests/kernels_c/*)
+	-Imoecache/kernels tests/kernels_c/test_kernels.c $(LEVELS) -o $@ -pthread -lm
+LEVELS = $(wildcard moecache/kernels/levels/*.c)
+KERNELS_H = $(wildcard moecache/kernels/*.h tests/kernels_c/*) $(LEVELS)
 
 arm: ## the kernels for ARM under qemu-user: every bit as on this machine
 	@for tool in $(firstword $(ARM_CC)) $(firstword $(ARM_RUN)); do \
@@ -144,7 +145,7 @@ build/arm/there: $(KERNELS_H)
 	$(ARM_CC) $(KERNELS_C)
 
 clean:
-	rm -rf build dist *.egg-info $$(find moecache -name '*.c' -o -name '*.so') .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info $$(find moecache -name '*.so') .venv .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,6 +1,7 @@
 """Build the compiled core. MOECACHE_BUILD=release (default), debug or sanitize."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +31,39 @@ checked = build != "release"
 num_cores = len(os.sched_getaffinity(0))
 
 headers = sorted({path.parent.as_posix() for path in Path("moecache").rglob("*.h")})
+# The folder of the C that a module has beside what Cython makes of it.
+OWN_C = {"moecache/kernels/_kernels.pyx": "levels"}
+
+
+def sources_of(path: Path) -> list[str]:
+    """Return a module's source, and its files in C."""
+    own = OWN_C.get(path.as_posix())
+    files = sorted((path.parent / own).glob("*.c")) if own else []
+    return [file.as_posix() for file in (path, *files)]
+
+
+def is_current(target: Path) -> bool:
+    """Return whether an object is newer than all that its compiler read, and than this file."""
+    try:
+        made, read = target.stat().st_mtime, target.with_suffix(".d").read_text()
+        names = read.replace("\\\n", " ").partition(": ")[2].split()
+        return all(made > os.stat(name).st_mtime for name in (__file__, *names))
+    except FileNotFoundError:
+        return False
+
 
 extensions = [
     Extension(
         ".".join(path.with_suffix("").parts),
-        [path.as_posix()],
+        sources_of(path),
         include_dirs=[np.get_include(), *headers],
-        # Those of other folders, too: a struct that changes changes who reads it.
+        # cythonize copies them beside the C that it makes, where they are found first.
         depends=[header.as_posix() for header in sorted(Path("moecache").rglob("*.h"))],
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         extra_compile_args=[
             *FLAGS[build],
             *ARITHMETIC,
+            "-MMD",
             # Their tests compute more than all others together, and they compile no faster without.
             *(["-O1"] if build == "sanitize" and path.parent.name == "kernels" else []),
         ],
@@ -56,7 +78,16 @@ model = [path.as_posix() for path in sorted((examples / "tiny_moe").glob("*")) i
 
 
 class BuildExtensions(build_ext):
-    """Makes the C where it is compiled: metadata and a source distribution have no use for it."""
+    """Makes the C where it is compiled: metadata and a source distribution have no use for it.
+
+    Each file of C is compiled by itself, if anything of it has changed: those of one module take
+    as long as half of all others.
+    """
+
+    def finalize_options(self) -> None:
+        """Keep the objects of builds apart: files in C have the same names in all of them."""
+        super().finalize_options()
+        self.build_temp = os.path.join(self.build_temp, build)
 
     def run(self) -> None:
         """Have each extension made of C."""
@@ -81,6 +112,40 @@ class BuildExtensions(build_ext):
             extension.sources = by_name[extension.name].sources
             extension.depends = by_name[extension.name].depends
         super().run()
+
+    def build_extensions(self) -> None:
+        """Compile what has changed, as many files at once as there are cores; then link."""
+        longest_first = sorted(self.extensions, key=lambda extension: -len(extension.sources))
+        with ThreadPoolExecutor(self.parallel or 1) as pool:
+            compiled = [
+                (
+                    extension,
+                    [pool.submit(self.compile, extension, file) for file in extension.sources],
+                )
+                for extension in longest_first
+            ]
+            try:
+                for extension, files in compiled:
+                    extension.extra_objects = [file.result() for file in files]
+                    # What is left is to link, if an object is newer than the module.
+                    extension.sources, extension.depends = [], extension.extra_objects
+            finally:
+                pool.shutdown(cancel_futures=True)
+        super().build_extensions()
+
+    def compile(self, extension: Extension, source: str) -> str:
+        """Return the object of a file of C."""
+        (target,) = self.compiler.object_filenames([source], output_dir=self.build_temp)
+        if self.force or not is_current(Path(target)):
+            self.compiler.compile(
+                [source],
+                output_dir=self.build_temp,
+                macros=extension.define_macros,
+                include_dirs=extension.include_dirs,
+                debug=self.debug,
+                extra_postargs=extension.extra_compile_args,
+            )
+        return target
 
 
 # Workers that cythonize starts may import this file.

@@ -113,7 +113,7 @@ has() { "$python" -c "import sys, importlib.util as u; sys.exit(u.find_spec('$1'
 is_built() {
     local suffix newest source module
     suffix=$("$python" -c "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))")
-    newest=$(find moecache -name '*.pyx' -o -name '*.pxd' -o -name '*.h' | xargs ls -t | head -n 1)
+    newest=$(find moecache -name '*.pyx' -o -name '*.pxd' -o -name '*.[ch]' | xargs ls -t | head -n 1)
     while IFS= read -r source; do
         module=${source%.pyx}$suffix
         [[ -f $module ]] || return 1

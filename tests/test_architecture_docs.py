@@ -8,7 +8,7 @@ from tests.test_layers import ROOMS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "moecache"
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
-ENDINGS = (".py", ".pyx", ".pxd", ".h", ".cu")
+ENDINGS = (".py", ".pyx", ".pxd", ".h", ".c", ".cu")
 SOURCES = {path: path.read_text() for path in PACKAGE.rglob("*") if path.suffix in ENDINGS}
 WORDS = {path: set(re.findall(r"\w+", text)) for path, text in SOURCES.items()}
 # Modules, packages and classes: what has attributes.

@@ -67,7 +67,8 @@ def build(folder: Path, header: str = "", old: str = "", new: str = "") -> Outco
         replace(headers / header, old, new)
     command = [*(sysconfig.get_config_var("CC") or "cc").split(), "-O0", "-w"]
     command += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{headers}"]
-    command += [str(TESTS / "test_kernels.c"), "-o", str(program), "-pthread", "-lm"]
+    command += [str(TESTS / "test_kernels.c"), *map(str, sorted((HEADERS / "levels").glob("*.c")))]
+    command += ["-o", str(program), "-pthread", "-lm"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         return made.returncode, made.stderr

@@ -98,7 +98,7 @@ MC_TILE_BY(mc_e4m3_few_tiles, mc_few_tiles, 2, 1, 0)
 static void mc_tile_e4m3_amx(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
 {
-    mc_tile tile = mc_block_groups(matrix) == 2 ? mc_e4m3_pairs_dp : mc_e4m3_few_tiles;
+    mc_tile tile = mc_block_groups(matrix) == 2 ? mc_tile_e4m3_dp : mc_e4m3_few_tiles;
     tile(matrix, row, inputs, num, out);
 }
 

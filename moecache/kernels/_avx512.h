@@ -116,10 +116,8 @@ INLINE __m512i mc_pair(const uint8_t *input, int64_t column)
     return _mm512_set1_epi32(pair);
 }
 
-/* The sizes of FP8 in bf16, as low bytes and high bytes; filled once. */
-static struct {
-    uint8_t low[128], high[128];
-} mc_sizes;
+/* See `_fp8.h`. */
+struct mc_fp8_sizes mc_sizes;
 
 static void mc_fill_tables(void)
 {
@@ -133,24 +131,6 @@ static void mc_fill_tables(void)
         mc_sizes.high[i] = (uint8_t)(size >> 8);
     }
     mc_restore_floats(floats);
-}
-
-/* The sizes' low bytes, by halves, and high bytes. */
-#define MC_SIZES                                                                           \
-    {                                                                                      \
-        _mm512_loadu_si512(mc_sizes.low), _mm512_loadu_si512(mc_sizes.low + 64),           \
-        _mm512_loadu_si512(mc_sizes.high), _mm512_loadu_si512(mc_sizes.high + 64),         \
-    }
-
-/* FP8 of four columns as bf16: the first two of each row, and the other two. */
-INLINE void mc_fp8_pairs(const uint8_t *at, const __m512i *sizes, __m512i *first, __m512i *second)
-{
-    __m512i values = _mm512_loadu_si512(at);
-    __m512i below = _mm512_permutex2var_epi8(sizes[0], values, sizes[1]);
-    __m512i above = _mm512_permutex2var_epi8(sizes[2], values, sizes[3]);
-    above = _mm512_ternarylogic_epi64(above, values, _mm512_set1_epi8(-128), 0xf8);
-    *first = _mm512_unpacklo_epi8(below, above);
-    *second = _mm512_unpackhi_epi8(below, above);
 }
 
 /* 16 rows with `num` inputs: as in `_codes.h`, but two columns at a time, and 16 columns as two sums that
@@ -202,7 +182,7 @@ INLINE void mc_few_dp(
 MC_TILE_BY(mc_e4m3_plain_dp, mc_few_dp, 6, 2, 1)
 MC_TILE_BY(mc_e4m3_pairs_dp, mc_few_dp, 6, 2, 2)
 
-static void mc_tile_e4m3_dp(
+void mc_tile_e4m3_dp(
     const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out)
 {
     mc_tile tile = mc_block_groups(matrix) == 2 ? mc_e4m3_pairs_dp : mc_e4m3_plain_dp;

@@ -190,17 +190,17 @@ INLINE uint8_t *LEVEL(form_blocks)(
         for (int r = 0; r < MC_TILE && is_super; r += LANES) {
             vu numbers[8];
             LEVEL(integers)(blocks + r, order, numbers);
-#pragma GCC unroll 8
+UNROLL(8)
             for (int i = 0; i < kind.columns / kind.group; i += 4)
                 for (int half = 0; half <= kind.has_offsets; half++) {
                     vb some = LEVEL(columns)(numbers[half * 4 + i / 4]);
-#pragma GCC unroll 4
+UNROLL(4)
                     for (int j = i; j < i + 4; j++)
                         memcpy(out + j / pair * step + (half * pair + j % pair) * MC_TILE + r,
                                (uint8_t *)&some + (j - i) * LANES, LANES);
                 }
         }
-#pragma GCC unroll 8
+UNROLL(8)
         for (int s = 0; s < kind.columns / MC_BLOCK; s++, out += step) {
             uint8_t *to = out + is_super * pair * (1 + kind.has_offsets) * MC_TILE;
             for (int r = 0; r < MC_TILE; r += LANES) {

@@ -316,22 +316,6 @@ typedef struct {
     int (*attend_page[2])(const mc_page *p, int64_t head, int64_t first, int64_t num);
 } mc_level;
 
-/* A level's functions, where LEVEL is defined. */
-#define MC_PLANES_OF(codes, suffix, flags) \
-    [MC_##codes][(flags) >> 8] = LEVEL(tile_##codes##_##suffix),
-#define MC_PLANES {MC_FORMS(MC_PLANES_OF)}
-#define LEVEL_OF(title)                                                                           \
-    {                                                                                             \
-        .name = title, .is_whole = MC_IS_WHOLE,                                                   \
-        .tiles[MC_X_F32] = {[MC_F32] = LEVEL(tile_f32), [MC_F16] = LEVEL(tile_f16),               \
-                            [MC_BF16] = LEVEL(tile_bf16), [MC_E4M3] = LEVEL(tile_e4m3)},          \
-        .planes = MC_PLANES, .activate = LEVEL(activate), .quantize = LEVEL(quantize),            \
-        .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),                        \
-        .attend = LEVEL(attend), .score = LEVEL(score), .mix = LEVEL(mix),                        \
-        .delta = LEVEL(delta), .scan = LEVEL(scan), .gate = LEVEL(gate),                          \
-        .attend_page = {LEVEL(page_attend), LEVEL(page_attend)},                                  \
-    }
-
 static inline int mc_is_coded(const mc_matrix *matrix) { return matrix->codes >= MC_I8; }
 
 /* A property of codes. */

@@ -1,5 +1,5 @@
 /* Tiles of weights that are integers, for inputs of integers (`mc_planes`): included once for each level,
- * with DOT_GENERIC, DOT_AVX2, DOT_VNNI or DOT_NEON defined.
+ * behind `_integers.h`, with DOT_AVX2, DOT_VNNI or DOT_NEON defined where it has such products.
  *
  * A register's lanes are rows. A block's sum of integers is exact, so it has no order: 32 products of at
  * most 255 * 16256 stay below 2^31, and so do those of 6 bits times a scale of 8. What follows is in
@@ -10,78 +10,6 @@
  *
  * With scales in two steps the first is an integer and multiplies the block's sum as one; the second
  * multiplies what 256 columns give. So all levels have the same bits: the generic one defines them. */
-
-#ifdef DOT_VNNI
-/* Weights are unsigned: the number that is added to those that have signs, a power of two. */
-#define FLIP 0x80808080
-#define UNSIGNED 128
-#else
-#define FLIP 0
-#define UNSIGNED 0
-#endif
-
-/* Whether integers have signs where they are multiplied. */
-INLINE int LEVEL(has_sign)(int codes)
-{
-    return codes == MC_I8 || codes == MC_IQ4 || codes == MC_IQ2 || codes == MC_IQ3X;
-}
-
-/* Added to each integer of a code in what `unpack` returns: a power of two, if anything. */
-INLINE int LEVEL(bias)(int codes)
-{
-    if (LEVEL(has_sign)(codes))
-        return UNSIGNED;
-    return mc_table(codes) ? 16 : mc_bias(codes);
-}
-
-/* Integers of codes of 4 bits that a table has, with the bias. */
-INLINE vu LEVEL(look_up)(vu nibbles, int codes)
-{
-    uint8_t table[16];
-    for (int i = 0; i < 16; i++)
-        table[i] = (uint8_t)(mc_table(codes)[i] + LEVEL(bias)(codes));
-#ifdef LOOK_UP
-    vu all;
-    for (int i = 0; i < LANES; i++) {
-        uint32_t four;
-        memcpy(&four, table + i % 4 * 4, 4);
-        all[i] = four;
-    }
-    return LOOK_UP(all, nibbles);
-#else
-    uint8_t bytes[LANES * 4];
-    memcpy(bytes, &nibbles, sizeof bytes);
-    for (int i = 0; i < LANES * 4; i++)
-        bytes[i] = table[bytes[i]];
-    memcpy(&nibbles, bytes, sizeof bytes);
-    return nibbles;
-#endif
-}
-
-/* The integers of 16 columns, four columns of a row in each lane, from the codes of 32 at `at`. */
-INLINE void LEVEL(unpack)(const uint8_t *at, int half, int codes, vu *words)
-{
-    int bits = mc_code_bits(codes);
-    vu above = {0};
-    if (bits == 5 || bits == 6)
-        memcpy(&above, at + 256 + (bits - 5) * half * 64, sizeof above);
-    if (bits == 5)
-        above >>= 4 * half;
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        vu lanes;
-        memcpy(&lanes, at + (bits == 8 ? 4 * half + j : 2 * half + j / 2) * 64, sizeof lanes);
-        if (bits == 8) {
-            words[j] = LEVEL(by_rows)(lanes) ^ FLIP;
-            continue;
-        }
-        words[j] = (j % 2 ? lanes >> 4 : lanes) & 0x0f0f0f0f;
-        if (bits > 4)
-            words[j] |= (above >> (bits - 4) * j & (bits == 5 ? 0x01010101 : 0x03030303)) << 4;
-        if (mc_table(codes))
-            words[j] = LEVEL(look_up)(words[j], codes);
-    }
-}
 
 /* Four integers of an input, for all rows. */
 INLINE vi LEVEL(four)(const int8_t *values)
@@ -186,7 +114,7 @@ INLINE void LEVEL(planes)(
                 scales = at;
                 at += head * (1 + has_offsets);
             }
-#pragma GCC unroll 4
+UNROLL(4)
             for (int part = 0; part < PARTS; part++) {
                 const uint8_t *place = scales + part * LANES * scale_bytes;
 #ifdef DOT_AVX2
@@ -194,12 +122,12 @@ INLINE void LEVEL(planes)(
 #else
                 vi high[2][PLANES_MANY] = {{{0}}}, low[2][PLANES_MANY] = {{{0}}};
 #endif
-#pragma GCC unroll 2
+UNROLL(2)
                 for (int half = 0; half < 2; half++) {
                     vu words[4];
                     LEVEL(unpack)(at + part * LANES * 4, half, codes, words);
 #ifdef DOT_AVX2
-#pragma GCC unroll 4
+UNROLL(4)
                     for (int j = 0; j < 4; j++) {
                         vi even, odd;
                         LEVEL(widen_words)(words[j], codes, &even, &odd);
@@ -211,7 +139,7 @@ INLINE void LEVEL(planes)(
                         }
                     }
 #else
-#pragma GCC unroll 4
+UNROLL(4)
                     for (int j = 0; j < 4; j += step)
                         for (int t = 0; t < num; t++) {
                             const mc_planes *x = (const mc_planes *)inputs[t] + k;
@@ -284,5 +212,8 @@ INLINE void LEVEL(planes)(
 MC_FORMS(MC_PLANES_TILE)
 #undef MC_PLANES_TILE
 
-#undef FLIP
-#undef UNSIGNED
+/* The table of these tiles. */
+#define MC_PLANES_OF(codes, suffix, flags) \
+    [MC_##codes][(flags) >> 8] = LEVEL(tile_##codes##_##suffix),
+static const mc_tile LEVEL(all_planes)[MC_NUM_CODES][MC_FLAGS] = {MC_FORMS(MC_PLANES_OF)};
+#undef MC_PLANES_OF

@@ -5,6 +5,7 @@
 #define MOECACHE_THREADS_H
 
 #include "_jobs.h"
+#include "_levels.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -55,9 +56,6 @@ static struct {
     .wake = PTHREAD_COND_INITIALIZER,
     .left = PTHREAD_COND_INITIALIZER,
 };
-
-/* What a thread does when there are no more items, or NULL. */
-static void (*mc_after_items)(void);
 
 static inline void mc_relax(void)
 {

@@ -32,7 +32,7 @@ num_cores = len(os.sched_getaffinity(0))
 
 headers = sorted({path.parent.as_posix() for path in Path("moecache").rglob("*.h")})
 # The folder of the C that a module has beside what Cython makes of it.
-OWN_C = {"moecache/kernels/_kernels.pyx": "levels"}
+OWN_C = {"moecache/kernels/_processor.pyx": "levels"}
 
 
 def sources_of(path: Path) -> list[str]:

@@ -11,7 +11,9 @@ import torch
 from bench.ggml import GgmlLayer, NotRepackedError, has_format, parts_of
 from moecache import kernels
 from moecache.formats import find_format
-from moecache.kernels import _kernels
+from moecache.kernels._experts import Experts
+from moecache.kernels._matrix import Matrix
+from moecache.kernels._processor import read_all
 from moecache.kernels.matrices import matrix_of
 
 TOP_K = 8
@@ -44,13 +46,13 @@ class Layer:
             self.strides[role] = flat.size
             self.slabs[role] = slab = huge(num_experts * flat.size)
             slab.reshape(num_experts, flat.size)[:] = flat
-            self.matrices[role] = _kernels.Matrix(slab.ctypes.data, name, rows, columns, None, slab)
+            self.matrices[role] = Matrix(slab.ctypes.data, name, rows, columns, None, slab)
             del one
         self.width = width
         slab, half = self.slabs["up"], self.strides["up"] // 2
         places = (slab.ctypes.data + i * half for i in range(2))
-        self.kernel = _kernels.Experts(
-            [_kernels.Matrix(place, name, width, hidden_size, None, slab) for place in places],
+        self.kernel = Experts(
+            [Matrix(place, name, width, hidden_size, None, slab) for place in places],
             self.strides["up"],
             self.matrices["down"],
             self.strides["down"],
@@ -176,7 +178,7 @@ class Layer:
             first = number * TOP_K % self.num_experts
             for role, slab in self.slabs.items():
                 stride = self.strides[role]
-                _kernels.read_all(slab.ctypes.data + first * stride, TOP_K * stride)
+                read_all(slab.ctypes.data + first * stride, TOP_K * stride)
 
         return work
 

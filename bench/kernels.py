@@ -37,7 +37,7 @@ from bench.runs import begin, write_figures
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.formats import find_format
-from moecache.kernels import _kernels
+from moecache.kernels._matrix import Matrix
 from moecache.kernels.matrices import matrix_of
 
 SHAPES = ((1024, 512), (2048, 768))
@@ -153,9 +153,7 @@ def scaling(names: Sequence[str], rounds: int) -> list[str]:
         copies = max(2, 2**28 // one.size)
         slab = huge(copies * one.size).reshape(copies, one.size)
         slab[:] = one
-        matrices = [
-            _kernels.Matrix(each.ctypes.data, name, rows, 2048, None, slab) for each in slab
-        ]
+        matrices = [Matrix(each.ctypes.data, name, rows, 2048, None, slab) for each in slab]
         given, out = random_rows((1, 2048)), np.empty((1, rows), np.float32)
 
         def calls(

@@ -21,7 +21,9 @@ import numpy as np
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
-from moecache.kernels import _kernels, _page
+from moecache.kernels import _page
+from moecache.kernels._experts import Experts
+from moecache.kernels._matrix import Matrix
 
 FORMS = (
     "q8_0", "q4_0", "int4[1x32,f16]", "mxfp4", "fp8[128x128,f32]", "fp8[2x16,f16]",
@@ -103,7 +105,7 @@ def matrix(name, rows, columns, at_end):
     for dtype in TYPES:
         values = guarded(np.zeros((rows, columns), dtype), at_end)
         kernels.expand(form, name, rows, columns, values)
-    return _kernels.Matrix(form.ctypes.data, name, rows, columns, None, form)
+    return Matrix(form.ctypes.data, name, rows, columns, None, form)
 
 
 def products():
@@ -166,7 +168,7 @@ def coded_experts():
         size = fitting(name, 51)
         shapes = (width, size), (width, size), (size, width)
         *ups, down = (matrix(name, *shape, at_end) for shape in shapes)
-        kernel = _kernels.Experts(ups, 0, down, 0, width)
+        kernel = Experts(ups, 0, down, 0, width)
         for dtype in TYPES:
             hidden = guarded(draw((7, size), dtype), at_end)
             out = guarded(np.full((7, size), np.nan, dtype), at_end)
@@ -218,7 +220,7 @@ def page():
 def overrun():
     array = guarded(draw((3, 5)))
     print("placed", flush=True)
-    too_long = _kernels.Matrix(array.ctypes.data, "f32", 4, 5, 20, array)
+    too_long = Matrix(array.ctypes.data, "f32", 4, 5, 20, array)
     kernels.products(np.ones((1, 5), np.float32), too_long)
 
 

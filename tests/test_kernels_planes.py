@@ -11,7 +11,8 @@ from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.formats import FORMATS, find_format, quantize
 from moecache.formats.form import Form
-from moecache.kernels import _kernels
+from moecache.kernels._matrix import Matrix
+from moecache.kernels._tiler import Tiler
 from moecache.layout import Role
 from tests.helpers.examples import num_examples
 from tests.helpers.kernels import BF16, DTYPES, F32, compute_pairs, computing, draw_inputs, fitting
@@ -51,7 +52,7 @@ def draw_parts(name: str, rows: int, columns: int, seed: int) -> dict[str, np.nd
     return quantize(draw_inputs(rows, columns, F32, seed), name)
 
 
-def raw_product(matrix: _kernels.Matrix, inputs: np.ndarray) -> np.ndarray:
+def raw_product(matrix: Matrix, inputs: np.ndarray) -> np.ndarray:
     """Return products in float32."""
     kind = "bf16" if inputs.dtype == BF16 else "f32"
     out = np.full((len(inputs), matrix.rows), np.nan, np.float32)
@@ -67,7 +68,7 @@ def raw_product(matrix: _kernels.Matrix, inputs: np.ndarray) -> np.ndarray:
     return out
 
 
-def check(matrix: _kernels.Matrix, name: str, inputs: np.ndarray, expected: np.ndarray) -> None:
+def check(matrix: Matrix, name: str, inputs: np.ndarray, expected: np.ndarray) -> None:
     """Compare bits on every level, but for which NaN one is."""
     numbers = ~np.isnan(expected)
     for level in kernels.levels():
@@ -231,9 +232,9 @@ def test_a_form_without_a_kernel_is_refused() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(FORMATS, "odd", odd)
             with pytest.raises(ConfigError, match=message):
-                _kernels.Matrix(64, "odd", 16, 32)
+                Matrix(64, "odd", 16, 32)
     with pytest.raises(ConfigError, match="order 'q7_k' is not one of bytes, offset bytes"):
-        _kernels.Tiler(
+        Tiler(
             rows=16, columns=32, group=32, raw_bytes=1, form_bytes=1, order="q7_k", row_bytes=1,
             scale="f16", largest=1, scale_row_bytes=0,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 import moecache
 from moecache import kernels
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
 from tests.helpers.kernels import F32, Experts, compute_pairs, computing, draw_inputs
 from tests.helpers.pages import skip_fork_under_sanitizer
 
@@ -79,9 +79,9 @@ FORK = f"""
 import os, threading
 import numpy as np
 from moecache import kernels
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
 kernels.use_threads(3)
-kernels._kernels.share_from(0, 0)
+kernels._processor.share_from(0, 0)
 weights = np.random.default_rng(0).standard_normal(({ROWS}, {COLUMNS})).astype(np.float32)
 inputs, matrix = weights[:4], kernels.matrix_of(weights)
 expected = kernels.products(inputs, matrix).tobytes()
@@ -119,11 +119,11 @@ FORKED_THREADS = """
 import os
 import numpy as np
 from moecache import kernels
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
 weights = np.ones((2000, 500), np.float32)
 tasks = lambda: len(os.listdir("/proc/self/task"))
 kernels.use_threads(3)
-kernels._kernels.share_from(0, 0)
+kernels._processor.share_from(0, 0)
 kernels.products(weights[:1], weights)
 before = tasks()
 if os.fork() == 0:
@@ -147,9 +147,9 @@ EXIT = """
 import threading
 import numpy as np
 from moecache import kernels
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
 kernels.use_threads(4)
-kernels._kernels.share_from(0, 0)
+kernels._processor.share_from(0, 0)
 weights = np.ones((2000, 500), np.float32)
 kernels.products(weights[:2], weights)
 """
@@ -182,9 +182,9 @@ import sys, threading, time
 import numpy as np
 from moecache import kernels
 from moecache.formats import find_format
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
 kernels.use_threads(2)
-kernels._kernels.share_from(0, 0)
+kernels._processor.share_from(0, 0)
 # Only a call that lets it go hands the interpreter over before a minute has passed.
 sys.setswitchinterval(60)
 weights = np.ones((2000, 500), np.float32)
@@ -238,4 +238,4 @@ def test_a_wait_of_two_items_is_no_sign_of_a_busy_machine(
     waited_us: int, own_us: int, own_items: int, late: bool
 ) -> None:
     """Else the threads of long products would be given up."""
-    assert _kernels.is_late(waited_us * 1000, own_us * 1000, own_items) is late
+    assert _processor.is_late(waited_us * 1000, own_us * 1000, own_items) is late

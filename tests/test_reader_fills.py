@@ -13,7 +13,7 @@ import pytest
 
 from moecache import kernels
 from moecache.formats import find_format
-from moecache.kernels._kernels import Tiler
+from moecache.kernels._tiler import Tiler
 from moecache.reader._reader import ENGINES, Reader
 from tests.helpers.readers import open_descriptor, skip_without_direct
 

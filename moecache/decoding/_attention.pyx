@@ -26,7 +26,7 @@ from moecache.decoding._workspace cimport (
     rows_at_once,
 )
 from moecache.kernels._jobs cimport MC_F32, mc_work
-from moecache.kernels._kernels cimport level_in_use, run_items
+from moecache.kernels._processor cimport level_in_use, run_items
 
 
 cdef extern from "<math.h>" nogil:

@@ -19,7 +19,8 @@ from moecache.decoding._steps cimport (
     MC_SPARSEMIXER,
 )
 from moecache.kernels._jobs cimport MC_BF16, MC_F32
-from moecache.kernels._kernels cimport Experts, Matrix
+from moecache.kernels._experts cimport Experts
+from moecache.kernels._matrix cimport Matrix
 
 from moecache.decoding.recipe import (
     LatentAttention,
@@ -28,8 +29,8 @@ from moecache.decoding.recipe import (
     StateSpace,
 )
 from moecache.errors import ConfigError
-from moecache.kernels._kernels import ACTIVATIONS as _ACTIVATIONS
-from moecache.kernels._kernels import INPUTS as _INPUTS
+from moecache.kernels._experts import ACTIVATIONS as _ACTIVATIONS
+from moecache.kernels._inputs import INPUTS as _INPUTS
 from moecache.kernels.matrices import type_of
 
 cnp.import_array()

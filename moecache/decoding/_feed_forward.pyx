@@ -6,7 +6,7 @@ from moecache.decoding._bound cimport Layer
 from moecache.decoding._steps cimport mc_add, mc_route, mc_scale, mc_softmax, mc_top
 from moecache.decoding._workspace cimport ROWS, Workspace, norm_parts, norm_rows
 from moecache.kernels._jobs cimport MC_X_F32, mc_sum
-from moecache.kernels._kernels cimport level_in_use, run_sum
+from moecache.kernels._processor cimport level_in_use, run_sum
 
 
 cdef extern from "<math.h>" nogil:

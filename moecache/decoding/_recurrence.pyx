@@ -15,7 +15,7 @@ from moecache.decoding._linear cimport (
 )
 from moecache.decoding._workspace cimport Workspace, norm_rows
 from moecache.kernels._jobs cimport MC_F32
-from moecache.kernels._kernels cimport level_in_use, run_items
+from moecache.kernels._processor cimport level_in_use, run_items
 
 
 cdef void recur(Workspace w, Context c, int64_t at) noexcept nogil:

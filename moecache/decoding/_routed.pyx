@@ -17,7 +17,7 @@ from moecache.kernels._jobs cimport (
     mc_input_row_bytes,
     mc_input_type,
 )
-from moecache.kernels._kernels cimport level_in_use, now_ns, run_experts
+from moecache.kernels._processor cimport level_in_use, now_ns, run_experts
 
 
 @cython.final

@@ -18,7 +18,7 @@ from moecache.kernels._jobs cimport (
     mc_matrix,
     mc_product,
 )
-from moecache.kernels._kernels cimport convert_rows, level_in_use, run_product
+from moecache.kernels._processor cimport convert_rows, level_in_use, run_product
 
 import numpy as np
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moecache.kernels._kernels import Matrix
+from moecache.kernels._matrix import Matrix
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat, find_format
 from moecache.kernels import tiler
-from moecache.kernels._kernels import Matrix, Tiler
+from moecache.kernels._matrix import Matrix
+from moecache.kernels._tiler import Tiler
 
 # Writes the embeddings of tokens, [num_tokens, hidden_size], as float32.
 Embed = Callable[[list[int], np.ndarray], None]

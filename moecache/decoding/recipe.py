@@ -15,7 +15,7 @@ from moecache.decoding.attending import (
     ShortConvolution,
     StateSpace,
 )
-from moecache.kernels._kernels import Experts
+from moecache.kernels._experts import Experts
 
 __all__ = [
     "Attending",

@@ -6,10 +6,9 @@ integers have the same bits on every level of instructions ("generic", "avx2", "
 "avx512vnni", "avx512", "amx", "neon"); those of floats differ in their last bits.
 """
 
-from moecache.kernels._kernels import (
-    ACTIVATIONS,
+from moecache.kernels._experts import ACTIVATIONS, combine
+from moecache.kernels._processor import (
     amx_is_refused,
-    combine,
     level,
     levels,
     num_threads,

@@ -24,6 +24,25 @@ typedef struct {
     int64_t num_inputs, tiles_per_item;
 } mc_product;
 
+/* Inputs of a product, as a matrix multiplies them. */
+typedef struct {
+    const mc_level *level;
+    const mc_matrix *matrix;
+    const uint8_t *inputs;
+    int64_t row_bytes, num;
+    int given, wanted;
+    uint8_t *out;
+    int64_t out_bytes;
+} mc_conversion;
+
+/* The values of a matrix of codes, as rows of fp32 or bf16. */
+typedef struct {
+    const mc_level *level;
+    mc_matrix matrix;
+    mc_rows out;
+    int64_t tiles_per_item;
+} mc_expansion;
+
 /* Matrices of a role in slots: the same shape, one after the other. */
 typedef struct {
     mc_matrix first; /* of slot 0 */

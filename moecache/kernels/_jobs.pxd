@@ -103,6 +103,22 @@ cdef extern from "_jobs.h" nogil:
         int input_type
         int64_t num_inputs
 
+    ctypedef struct mc_conversion:
+        const mc_level *level
+        const mc_matrix *matrix
+        const uint8_t *inputs
+        int64_t row_bytes
+        int64_t num
+        int given
+        int wanted
+        uint8_t *out
+        int64_t out_bytes
+
+    ctypedef struct mc_expansion:
+        const mc_level *level
+        mc_matrix matrix
+        mc_rows out
+
     ctypedef struct mc_slots:
         mc_matrix first
         int64_t slot_bytes

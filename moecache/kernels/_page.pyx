@@ -10,7 +10,7 @@ from moecache.kernels._jobs cimport (
     mc_page_item,
     mc_attending,
 )
-from moecache.kernels._kernels cimport level_in_use, run_items
+from moecache.kernels._processor cimport level_in_use, run_items
 
 # The widest query, key or value.
 MOST_WIDTH = MC_MOST_WIDTH

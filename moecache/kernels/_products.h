@@ -44,17 +44,8 @@ static void mc_convert(const mc_level *level, const uint8_t *from, int given, in
     memset(to + mc_input_row_bytes(wanted, columns), 0, (size_t)mc_input_row_bytes(wanted, rest));
 }
 
-/* Inputs of a product, `MC_CONVERTED` in an item. */
+/* Inputs of an item. */
 #define MC_CONVERTED 8
-typedef struct {
-    const mc_level *level;
-    const mc_matrix *matrix;
-    const uint8_t *inputs;
-    int64_t row_bytes, num;
-    int given, wanted;
-    uint8_t *out;
-    int64_t out_bytes;
-} mc_conversion;
 
 static void mc_convert_item(void *job, int64_t item)
 {
@@ -140,14 +131,6 @@ static void mc_products(mc_product *product, int num_threads)
              mc_ceil(product->matrix.rows, product->tiles_per_item * MC_TILE),
              mc_read_bytes(&product->matrix, product->num_inputs));
 }
-
-/* The values of a matrix of codes, as rows of fp32 or bf16. */
-typedef struct {
-    const mc_level *level;
-    mc_matrix matrix;
-    mc_rows out;
-    int64_t tiles_per_item;
-} mc_expansion;
 
 static void mc_expand_item(void *job, int64_t item)
 {

@@ -1,13 +1,13 @@
 """Declarations of the headers beside this file."""
 
-from libc.stdint cimport int64_t, uint8_t
+from libc.stdint cimport int64_t
 
 from moecache.kernels._jobs cimport (
+    mc_conversion,
+    mc_expansion,
     mc_experts,
     mc_level,
-    mc_matrix,
     mc_product,
-    mc_rows,
     mc_sum,
     mc_work,
 )
@@ -17,11 +17,6 @@ cdef extern from "_products.h" nogil:
     enum:
         MC_MAX_LEVELS
 
-    ctypedef struct mc_expansion:
-        const mc_level *level
-        mc_matrix matrix
-        mc_rows out
-
     int mc_tiles_are_refused
     int64_t mc_shared_bytes
     int64_t mc_waking_bytes
@@ -29,17 +24,6 @@ cdef extern from "_products.h" nogil:
 
     int mc_levels(const mc_level **levels)
     void mc_use_level(const mc_level *level)
-    ctypedef struct mc_conversion:
-        const mc_level *level
-        const mc_matrix *matrix
-        const uint8_t *inputs
-        int64_t row_bytes
-        int64_t num
-        int given
-        int wanted
-        uint8_t *out
-        int64_t out_bytes
-
     void mc_convert_all(mc_conversion *conversion, int num_threads)
     void mc_expand(mc_expansion *expansion, int num_threads)
     void mc_products(mc_product *product, int num_threads)

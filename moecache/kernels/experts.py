@@ -6,7 +6,8 @@ import numpy as np
 
 from moecache.errors import ConfigError
 from moecache.formats import TILE_ROWS, StackedFormat, find_format, format_of
-from moecache.kernels._kernels import Experts, Matrix
+from moecache.kernels._experts import Experts
+from moecache.kernels._matrix import Matrix
 from moecache.kernels.matrices import type_of
 from moecache.layout import Role
 from moecache.units import whole_number

@@ -23,7 +23,8 @@ from moecache.formats import (
 from moecache.formats.code_books import CodeBook
 from moecache.formats.form import BLOCK_COLUMNS
 from moecache.formats.scaled import largest_scale, pack, unpack
-from moecache.kernels._kernels import Matrix, Tiler
+from moecache.kernels._matrix import Matrix
+from moecache.kernels._tiler import Tiler
 from moecache.layout import ExpertLayout, Role
 
 # What files have; other scales become float32.

@@ -7,7 +7,7 @@ import numpy as np
 from moecache.errors import ConfigError
 from moecache.formats import Format, GroupedFormat, ScaledFormat, find_format, format_of
 from moecache.formats.floats import FloatFormat
-from moecache.kernels._kernels import Matrix
+from moecache.kernels._matrix import Matrix
 from moecache.kernels.forms import joined, tile
 
 # Vectors are loaded from any address, but fastest where no cache line is crossed.

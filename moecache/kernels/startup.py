@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
 from moecache.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -35,17 +35,17 @@ def _quotas(root: Path) -> list[int]:
 
 def _start() -> None:
     settings = Settings.from_environ(only=("kernels", "threads"))
-    _kernels.use_threads(settings.threads or min(256, usable_cores()))
+    _processor.use_threads(settings.threads or min(256, usable_cores()))
     if settings.kernels is None:
         return
-    if settings.kernels in _kernels.levels():
-        _kernels.use_level(settings.kernels)
+    if settings.kernels in _processor.levels():
+        _processor.use_level(settings.kernels)
     else:
         logger.warning(
             "settings.unsupported MOECACHE_KERNELS=%r: this processor has %s; using %s",
             settings.kernels,
-            ", ".join(_kernels.levels()),
-            _kernels.level(),
+            ", ".join(_processor.levels()),
+            _processor.level(),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from moecache import kernels
 from moecache.errors import MoeCacheError
-from moecache.kernels._kernels import read_all
+from moecache.kernels._processor import read_all
 from moecache.profiles.file import read_profile, update_profile
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.slots._memory import aligned_rows

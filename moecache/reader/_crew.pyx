@@ -9,7 +9,7 @@ from posix.unistd cimport getpid
 
 import os
 
-from moecache.kernels._kernels cimport tile_matrices
+from moecache.kernels._tiler cimport tile_matrices
 from moecache.reader._files cimport close_files, open_files
 from moecache.reader._locks cimport (
     mc_clock_ns, mc_condition_init, mc_wait, pthread_cond_broadcast, pthread_cond_destroy,

@@ -3,7 +3,7 @@ from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 
-from moecache.kernels._kernels import Tiler
+from moecache.kernels._tiler import Tiler
 
 # (file number, offset, ((role, start, stop), ...))
 _Run: TypeAlias = tuple[int, int, tuple[tuple[str, int, int], ...]]

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 
-from moecache.kernels._kernels cimport Tiling
+from moecache.kernels._tiler cimport Tiling
 
 cdef extern from "<errno.h>" nogil:
     int ECANCELED

@@ -5,7 +5,7 @@ from libc.errno cimport EILSEQ
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.stdlib cimport calloc
 
-from moecache.kernels._kernels cimport Tiler
+from moecache.kernels._tiler cimport Tiler
 
 cnp.import_array()
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from moecache.formats import find_format
 from moecache.kernels import has_form, tiler
-from moecache.kernels._kernels import Tiler
+from moecache.kernels._tiler import Tiler
 from moecache.kernels.forms import Repacker, StackedTiler
 from moecache.layout import ExpertLayout, Role
 from moecache.slots._memory import ALIGNMENT, padded

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from moecache._prefault import PAGE_SIZE, give_back_pages, lock_pages, resident_pages
 from moecache.errors import CapacityError, ConfigError, FormatError, MoeCacheError
-from moecache.kernels._kernels import Tiler
+from moecache.kernels._tiler import Tiler
 from moecache.layout import ExpertLayout
 from moecache.prefault.regions import Region
 from moecache.slots._bounces import BounceBuffers

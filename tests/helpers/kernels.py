@@ -11,7 +11,8 @@ import numpy as np
 from moecache import kernels
 from moecache.errors import ConfigError
 from moecache.formats import find_format, quantize
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
+from moecache.kernels._matrix import Matrix
 from moecache.layout import Role
 from tests.helpers.nightly import some
 
@@ -61,7 +62,7 @@ def _sigmoid(x: float) -> float:
 def computing(level: str | None = None, threads: int | None = None) -> Iterator[None]:
     """Have the kernels compute otherwise for a while; threads share whatever there is."""
     before = kernels.level(), kernels.num_threads()
-    shared = _kernels.share_from(0, 0)
+    shared = _processor.share_from(0, 0)
     try:
         if level is not None:
             kernels.use_level(level)
@@ -69,7 +70,7 @@ def computing(level: str | None = None, threads: int | None = None) -> Iterator[
             kernels.use_threads(threads)
         yield
     finally:
-        _kernels.share_from(*shared)
+        _processor.share_from(*shared)
         kernels.use_level(before[0])
         kernels.use_threads(before[1])
 
@@ -291,7 +292,7 @@ def compute_pairs(
     kernel.compute(inputs, found, offsets, ordered, top_k, rows)
 
 
-def wide_products(inputs: np.ndarray, matrix: _kernels.Matrix) -> np.ndarray:
+def wide_products(inputs: np.ndarray, matrix: Matrix) -> np.ndarray:
     """Return products with sums as they are, in float32."""
     inputs, out = np.ascontiguousarray(inputs), np.empty((len(inputs), matrix.rows), F32)
     matrix.multiply(

@@ -10,7 +10,8 @@ from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk, is_made_numbers
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat
 from moecache.kernels import tiler
-from moecache.kernels._kernels import Matrix, Tiler
+from moecache.kernels._matrix import Matrix
+from moecache.kernels._tiler import Tiler
 from moecache.stores import GgufStore
 
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")

@@ -12,7 +12,7 @@ from moecache.decoding.embedding import Embed, embed_numbers, embed_rows
 from moecache.decoding.memory import CHUNK_BYTES, Memory
 from moecache.decoding.recipe import Linear, Norm
 from moecache.kernels import num_threads, tile
-from moecache.kernels._kernels import Matrix
+from moecache.kernels._matrix import Matrix
 from moecache.stores import GgufStore
 
 _MOST_THREADS = 4

@@ -23,7 +23,7 @@ from moecache.integrations.transformers._gates import gate_of
 from moecache.integrations.transformers._operators import is_transformed, operator
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.kernels import SlotKernel
-from moecache.kernels._kernels import Matrix
+from moecache.kernels._matrix import Matrix
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.settings import COMPUTE
 

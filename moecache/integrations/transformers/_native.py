@@ -15,7 +15,7 @@ from moecache.integrations.transformers._fast import TYPES
 from moecache.integrations.transformers._operators import is_transformed, operator
 from moecache.integrations.transformers._slots import values_of
 from moecache.kernels import tile
-from moecache.kernels._kernels import Matrix
+from moecache.kernels._matrix import Matrix
 from moecache.layout import Role
 
 # Attributes of a layer: its matrix, a buffer of bytes, in the compute form or, of embeddings, as in

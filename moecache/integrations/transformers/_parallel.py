@@ -13,7 +13,7 @@ from torch import nn
 
 from moecache.integrations.transformers._ranks import Ranks
 from moecache.integrations.transformers._sequences import TOKENS
-from moecache.kernels import _kernels
+from moecache.kernels import _processor
 from moecache.ranks import Placement
 from moecache.runtime.runtime import ExpertRuntime
 
@@ -45,7 +45,7 @@ def facts_of(
         # Another number of threads, or other instructions, round torch's products differently.
         "torch's threads (OMP_NUM_THREADS)": torch.get_num_threads(),
         "the processor's instructions": torch.backends.cpu.get_cpu_capability(),
-        "the kernels' instructions": _kernels.level() if compute != "torch" else "",
+        "the kernels' instructions": _processor.level() if compute != "torch" else "",
     }
 
 

@@ -15,7 +15,7 @@ from moecache.formats.form import TILE_ROWS
 from moecache.integrations.transformers._fast import TYPES, FastLinear
 from moecache.integrations.transformers._native import _KIND, FORM, NativeLinear
 from moecache.integrations.transformers.recipes._watch import Watch, num_entries
-from moecache.kernels._kernels import Matrix
+from moecache.kernels._matrix import Matrix
 
 _ACTIVATIONS = {
     "SiLUActivation": "silu",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moecache import cli
 from moecache.errors import ConfigError, StoreError
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.gguf_members import MODELS
@@ -314,6 +315,7 @@ def test_experts_of_integers_have_prompts_by_a_program(integers: Path, dtype: st
     model = load(integers, "50%", dtype=getattr(torch, dtype), compute="fast", trunk="native")
     with model.moecache, torch.no_grad():
         assert isinstance(decoded_model(model), DecodedModel)
+        assert "0 were, and prompts go by the program, too" in model.moecache.report()
         served = Served(model)
         together = served.together()
         assert isinstance(together, ProgramTexts)
@@ -364,3 +366,15 @@ def test_copies_of_a_cache_go_their_own_ways(model: Any) -> None:
     more = tokens_of(33)
     first = model(more, past_key_values=cache).logits
     assert torch.equal(model(more, past_key_values=other).logits, first)
+
+
+def test_inspect_says_how_prompts_go(
+    integers: Path, qwen3_moe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of integers by the program, of numbers by the modules."""
+    assert cli.main(["inspect", str(integers)]) == 0
+    assert "one compiled call each; prompts in parts, a call each" in capsys.readouterr().out
+    assert cli.main(["inspect", str(qwen3_moe)]) == 0
+    found = capsys.readouterr().out
+    assert "one compiled call each" in found
+    assert "prompts" not in found

@@ -112,7 +112,8 @@ class Decoder:
         """Return a line that says how tokens are computed."""
         if self.reason:
             return f"tokens go through the model's modules: {self.reason}"
-        return f"tokens are one call each; {self.num_steps} were"
+        prompts = ", and prompts go by the program, too" if self._reads_prompts else ""
+        return f"tokens are one call each; {self.num_steps} were{prompts}"
 
     def is_ready(self) -> bool:
         """Return whether the model has a recipe as it is now; `reason` says why not."""

@@ -250,8 +250,9 @@ def _identity(model: Any, way: str = "") -> bytes:
         "compute": model.moecache.compute,
         "files": describe_files(model.moecache.runtime.store),
         "versions": [moecache.__version__, transformers.__version__, torch.__version__],
-        # torch's products depend on these.
-        "machine": [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), level()],
+        # torch's products depend on these, a program's angles on the first.
+        "machine": [torch.backends.cpu.get_cpu_capability(), level()],
+        "threads": None if way else torch.get_num_threads(),
         "attention": getattr(model.config, "_attn_implementation", None),
         "page": [way, PAGE_TOKENS],
     }

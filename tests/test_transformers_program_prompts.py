@@ -1,6 +1,7 @@
 """Prompts that a program reads: near the modules' own, and the same bits however they are cut."""
 
 import copy
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from tests.helpers.gguf_models import write_gguf
 from tests.helpers.kernels import computing
 from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.offloading import generated, load_in_slots, load_whole
+from tests.helpers.pages import run_child
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -25,7 +27,9 @@ from moecache.decoding.program_texts import ProgramTexts  # noqa: E402
 from moecache.decoding.sampler import Sampler  # noqa: E402
 from moecache.decoding.streams import TokenTimes  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
+    _current,
     _decoding,
+    _layer_experts,
     continuing,
     generation,
     load,
@@ -51,7 +55,7 @@ PART = 24
 @pytest.fixture(name="whole_numbers")
 def _whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a program read prompts of experts of any format, in parts of a few tokens."""
-    monkeypatch.setattr(_decoding, "takes_integers", lambda _: True)
+    monkeypatch.setattr(_current, "takes_integers", lambda _: True)
     monkeypatch.setattr(_decoding, "PROMPT_TOKENS", PART)
     monkeypatch.setattr("moecache.decoding.program_model.PROMPT_TOKENS", PART)
 
@@ -61,6 +65,7 @@ def _model(request: pytest.FixtureRequest, tmp_path: Path, whole_numbers: None) 
     """Return a model that a program computes, a quarter of its experts in slots."""
     model = load_in_slots(written(request.param, tmp_path), compute="fast")
     with model.moecache, torch.no_grad():
+        assert model.moecache.decoder.reads_prompts(), model.moecache.decoder.reason
         yield without_least_steps(model)
 
 
@@ -164,6 +169,7 @@ def test_a_cache_has_the_form_that_modules_give_it(
     model = load_in_slots(written(name, tmp_path, "bfloat16"), compute="fast")
     ids = tokens_of(40)
     with model.moecache, torch.no_grad():
+        assert model.moecache.decoder.reads_prompts()
         forms = []
         for _ in range(2):
             _, cache = read(model, ids)
@@ -181,6 +187,7 @@ def test_a_cache_without_layers_gets_some(qwen3_moe: Path, whole_numbers: None) 
     model = load_in_slots(qwen3_moe, compute="fast")
     ids = tokens_of(30)
     with model.moecache, torch.no_grad():
+        assert model.moecache.decoder.reads_prompts()
         cache = DynamicCache()
         found = model(ids, past_key_values=cache).logits
         assert cache.get_seq_length() == 30
@@ -213,16 +220,19 @@ def test_a_prompt_that_fails_leaves_its_cache_as_it_was(
     if num_before:
         model(ids[:, :num_before], past_key_values=cache)
     before, kinds = held(cache), [type(layer) for layer in cache.layers]
-    compute, calls = _decoding.Decoder._compute, []
+    rows, calls = _layer_experts.fast_rows, []
 
-    def failing(self: Any, *given: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
+    def failing(runtime: Any, layer: int, *given: Any, **named: Any) -> Any:
+        calls.append(layer)
+        # Layers before the last one of the second part have been written to.
+        if calls.count(last) == 2:
             raise StoreError("the disk failed")
-        return compute(self, *given)
+        return rows(runtime, layer, *given, **named)
 
+    last = model.moecache.runtime.layout.num_layers - 1
+    # A quarter of a layer's experts does not do for a part's tokens.
     with monkeypatch.context() as patched:
-        patched.setattr(_decoding.Decoder, "_compute", failing)
+        patched.setattr(_layer_experts, "fast_rows", failing)
         with pytest.raises(StoreError, match="the disk failed"):
             model(ids[:, num_before:], past_key_values=cache)
     assert cache.get_seq_length() == num_before
@@ -278,6 +288,26 @@ def test_a_conversation_is_read_once(tmp_path: Path, whole_numbers: None, name: 
             assert times[0].cached_tokens == turn * (64 if name == "qwen3_5_moe" else 80)
             prompt += [*times[0].tokens, *tokens_of(9)[0].tolist()]
         prefixes.close()
+
+
+def test_pages_of_other_weights_are_not_found(model: Any, tmp_path: Path) -> None:
+    """Of weights that were replaced since, and of a trunk whose weights stay quantized."""
+    prefixes = reading.open_prefixes(model, 2**24)
+    ids = tokens_of(90)
+
+    def known() -> int:
+        times = TokenTimes()
+        given = {"max_new_tokens": 2, "temperature": 0, "prefixes": prefixes}
+        generation.continue_tokens(model, ids, times, **given)
+        return times.cached_tokens
+
+    known()
+    assert known() > 0
+    before = reading._identity(model)
+    model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight)
+    assert known() == 0
+    model.lm_head.__class__ = type("Quantized", (type(model.lm_head),), {})
+    assert reading._identity(model) != before
 
 
 def test_a_model_that_changes_is_not_gone_on_with(model: Any) -> None:
@@ -378,3 +408,125 @@ def test_inspect_says_how_prompts_go(
     found = capsys.readouterr().out
     assert "one compiled call each" in found
     assert "prompts" not in found
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "exaone_moe", "qwen3_5_moe"])
+def test_what_modules_began_goes_on_after_a_failure(
+    tmp_path: Path, whole_numbers: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A padded batch by modules, a prompt that fails, again, and a token; and an empty cache."""
+    model = load_in_slots(written(name, tmp_path), compute="fast")
+    compute = _decoding.Decoder._compute
+
+    def failing(self: Any, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise StoreError("the disk failed")
+        return compute(self, *given)
+
+    def attempt(cache: Any, mask: Any = None) -> None:
+        calls.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(_decoding.Decoder, "_compute", failing)
+            with pytest.raises(StoreError):
+                model(more, past_key_values=cache, attention_mask=mask)
+
+    calls: list[int] = []
+    with model.moecache, torch.no_grad():
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+        begun = model(tokens_of(6, 2), attention_mask=mask).past_key_values
+        more = tokens_of(2 * PART, 2)
+        wide = torch.cat([mask, torch.ones_like(more)], 1)
+        expected = model(more, past_key_values=copy.deepcopy(begun), attention_mask=wide).logits
+        attempt(begun, wide)
+        found = model(more, past_key_values=begun, attention_mask=wide).logits
+        assert torch.equal(found, expected)
+        cache = prompts.new_cache(model)
+        attempt(cache)
+        # Nothing of what it had grown to is kept.
+        assert not model.moecache.decoder._pages._last.keys() & {id(cache)}
+        out = model(more, past_key_values=cache, output_hidden_states=True)
+        again = model(torch.tensor([[5], [6]]), past_key_values=cache).logits
+        wanted, own = read(model, more)
+        assert (out.logits - wanted).norm() < 5e-6 * wanted.norm()
+        expected = model(torch.tensor([[5], [6]]), past_key_values=own).logits
+        assert (again - expected).norm() < 5e-6 * expected.norm()
+
+
+def test_caches_and_answers_of_other_kinds_are_the_modules(
+    qwen3_moe: Path, whole_numbers: None
+) -> None:
+    """A subclass of transformers' cache, none at all, and tuples."""
+    from transformers import DynamicCache
+
+    class Own(DynamicCache):  # type: ignore[misc]
+        pass
+
+    model = load_in_slots(qwen3_moe, compute="fast")
+    ids = tokens_of(600)
+    with model.moecache, torch.no_grad():
+        expected = model(ids).logits
+        found = model(ids, past_key_values=Own(config=model.config)).logits
+        assert (found - expected).norm() < 5e-6 * expected.norm()
+        model.config.use_cache = False
+        # Two texts, one behind the other, which only the modules tell apart.
+        places = torch.cat([torch.arange(300), torch.arange(300)])[None]
+        out = model(ids, position_ids=places)
+        assert out.past_key_values is None
+        first = model(ids[:, 300:], use_cache=True).logits
+        assert (out.logits[:, 300:] - first).norm() < 5e-6 * first.norm()
+        assert isinstance(model(ids, return_dict=False), tuple)
+
+
+def test_whoever_is_told_how_far_a_prompt_is_may_ask(model: Any) -> None:
+    """Of the model, in the same thread, and is told before each layer."""
+    decoded = decoded_model(model)
+    assert decoded is not None
+    ids = tokens_of(PART + 9)[0].tolist()
+    expected = decoded.read(ids, decoded.new_cache())
+    told: list[int] = []
+
+    def on_read(num: int) -> None:
+        told.append(num)
+        assert model.moecache.decoder.is_ready()
+        decoded.read([5, 6], decoded.new_cache())
+
+    found = decoded.read(ids, decoded.new_cache(), on_read)
+    assert np.array_equal(found, expected)
+    assert told == sorted(told)
+    assert len(told) >= 2 * decoded.num_layers
+    assert told[-1] == len(ids)
+
+
+def test_a_child_is_told_that_the_model_is_its_parents(integers: Path) -> None:
+    """Also while another thread reads a prompt."""
+    program = f"""
+        import os, threading
+        import torch
+        from moecache.errors import MoeCacheError
+        from moecache.integrations.transformers import load
+        from moecache.integrations.transformers._decoded import decoded_model
+        model = load({str(integers)!r}, "50%")
+        begun, over = threading.Event(), threading.Event()
+        decoded = decoded_model(model)
+        def read(num):
+            begun.set()
+            over.wait(60)
+        reading = threading.Thread(target=decoded.read, args=([5] * 40, decoded.new_cache(), read))
+        reading.start()
+        begun.wait(60)
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                with torch.no_grad():
+                    model(torch.tensor([[5] * 20]))
+            except MoeCacheError as error:
+                code = 0 if "parent" in str(error) else 2
+            os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        over.set()
+        reading.join()
+        """
+    done = run_child(textwrap.dedent(program))
+    assert done.stdout.split() == ["0"], done.stderr

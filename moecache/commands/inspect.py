@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu is None and kind:
         is_called = has_recipe(kind, has_output_rows=has_rows)
         way = "one compiled call each" if is_called else "the model's modules: no recipe"
-        if is_called and takes_integers(planned.layout):
+        if is_called and takes_integers(planned.layout) and _turns_alike(store.config):
             way += "; prompts in parts, a call each"
         console.print(f"tokens of {kind}: {way}")
     if gpu is None and planned.capacity < planned.num_experts and is_computed:
@@ -135,6 +135,15 @@ def run(arguments: argparse.Namespace) -> int:
             style="yellow",
         )
     return 0
+
+
+def _turns_alike(config: Mapping[str, Any]) -> bool:
+    """Return whether a position's angles do not depend on how long a text is."""
+    own = config.get("text_config", config)
+    said = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    each = [said, *(one for one in said.values() if isinstance(one, Mapping))]
+    kinds = {one.get("rope_type", one.get("type", "default")) for one in each}
+    return not kinds & {"dynamic", "longrope", "su"}
 
 
 def _why_no_graphs(config: Mapping[str, Any], planned: Plan) -> str:

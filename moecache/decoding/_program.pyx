@@ -155,8 +155,14 @@ cdef class Program:
         self.context.begin(caches, lengths, 1, counts, begins, cos, sin, sequences)
         self._begin(observe, is_spread)
 
-    def run(self):
+    def run(self, on_layer=None):
         """Compute on, up to a layer whose experts are not all there, or to the end.
+
+        Parameters
+        ----------
+        on_layer : callable (layer), optional
+            Called with the place of each layer, before its experts are computed. What it raises
+            ends the call.
 
         Returns
         -------
@@ -170,6 +176,8 @@ cdef class Program:
             if self.workspace.num_rows > ROWS:
                 # A prompt takes seconds.
                 PyErr_CheckSignals()
+            if on_layer is not None:
+                on_layer(self.at)
             if layer.has_experts:
                 if self.is_spread or not self.routed.compute_resident(self.at, self.observe):
                     return layer.number

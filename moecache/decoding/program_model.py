@@ -20,6 +20,7 @@ from moecache.runtime.runtime import ExpertRuntime
 
 # Tokens of a prompt that go through a layer together: its experts are read once for all of them.
 PROMPT_TOKENS = 512
+_NONE: np.ndarray = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,15 @@ class Computation:
     Parameters
     ----------
     recipe : Recipe
+        Of the model's layers.
     step : Program
-        Of up to 16 tokens.
+        The recipe's, of up to 16 tokens.
     embed : Embed
+        Writes hidden states of tokens.
     angles : callable (positions)
         Returns cosines and sines, float32 [num_positions, width / 2] each.
     look_ahead : LookAhead or None
+        Foresees experts of next layers; `None` where nothing is read ahead.
     """
 
     recipe: Recipe
@@ -62,6 +66,9 @@ class ProgramModel(ABC):
     runtime, context, ends
         What was given.
     """
+
+    # Says whether pages are of the model's own making; see `PrefixCache`.
+    way = "program"
 
     def __init__(self, runtime: ExpertRuntime, context: int | None, ends: Collection[int]) -> None:
         self.runtime, self.context, self.ends = runtime, context, ends
@@ -132,8 +139,8 @@ class ProgramModel(ABC):
             One at least.
         cache : TextCache
         on_read : callable (num_tokens), optional
-            Told how many of them are read, a layer's part of each being one of a prompt that is
-            read from the disk. What it raises ends the call; what is read stays.
+            Told before each layer of a prompt's how many are read, in parts of a layer each, and
+            when a part is. What it raises ends the call; what is read stays.
 
         Returns
         -------
@@ -165,15 +172,14 @@ class ProgramModel(ABC):
             self._grow(cache, num)
             program = self._program_of(how, min(num, PROMPT_TOKENS))
             for start in range(0, num, PROMPT_TOKENS):
-                self._compute(how, program, tokens, start, cache, on_read)
-            logits: np.ndarray = program.logits_of(1)[0, 0]
+                logits = self._compute(how, program, tokens, start, cache, on_read)
         return logits
 
     def read_together(
         self,
         parts: Sequence[Sequence[int]],
         caches: Sequence[TextCache],
-        on_layer: Callable[[int], object] = lambda _: None,
+        on_layer: Callable[[int], object] | None = None,
     ) -> np.ndarray:
         """Put tokens behind those of each of some caches, and return the logits after each's last.
 
@@ -185,7 +191,7 @@ class ProgramModel(ABC):
             For each cache one at least; 512 in all at most.
         caches : sequence of TextCache
         on_layer : callable (layer), optional
-            Told of each layer that had to wait for experts. What it raises ends the call.
+            Told of each layer, before its experts are computed. What it raises ends the call.
 
         Returns
         -------
@@ -279,8 +285,8 @@ class ProgramModel(ABC):
         start: int,
         cache: TextCache,
         on_read: Callable[[int], object],
-    ) -> None:
-        """Compute a part of some tokens behind a cache, into it."""
+    ) -> np.ndarray:
+        """Put a part of some tokens into a cache; return the logits after the last one's."""
         ids = tokens[start : start + PROMPT_TOKENS]
         num = len(ids)
         # Nothing is foreseen of a prompt.
@@ -300,14 +306,18 @@ class ProgramModel(ABC):
             sequences=names,
         )
 
-        def on_layer(missed: int) -> None:
-            if num > MAX_ROWS:
-                on_read(start + num * missed // self.num_layers)
+        def on_layer(layer: int) -> None:
+            on_read(start + num * layer // self.num_layers)
 
-        self._run(program, num, look_ahead, names, on_layer)
+        self._run(program, num, look_ahead, names, on_layer if num > 1 else None)
+        logits = _NONE
+        if start + num == len(tokens):
+            # Before anybody else is told, who may have the program compute something.
+            logits = program.logits_of(1)[0, 0]
         self._counted(program, int(num == 1))
         cache.advance(num)
         on_read(start + num)
+        return logits
 
     def _run(
         self,
@@ -315,18 +325,17 @@ class ProgramModel(ABC):
         num: int,
         look_ahead: LookAhead | None,
         names: np.ndarray | None,
-        on_layer: Callable[[int], object] = lambda _: None,
+        on_layer: Callable[[int], object] | None = None,
     ) -> None:
         """Run a call that has begun, of so many rows, to its end."""
         try:
-            missed = program.run()
+            missed = program.run(on_layer)
             while missed >= 0:
                 if look_ahead is not None:
                     look_ahead.follow(missed, program.foresee)
                 self._wait_for(missed, program, num, names)
-                on_layer(missed)
                 program.resume()
-                missed = program.run()
+                missed = program.run(on_layer)
         except BaseException:
             # It would hold keys and values up to the next call.
             program.abandon()

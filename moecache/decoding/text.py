@@ -16,8 +16,6 @@ from moecache.decoding.text_cache import TextCache
 
 # Names of texts are numbers of 32 bits, each as good as new when it comes again.
 NUM_NAMES = 1 << 30
-# Pages that programs make.
-PROGRAM = "program"
 
 
 class Text:
@@ -243,7 +241,7 @@ def keep_pages(
         STATE_TOKENS if has_states else PAGE_TOKENS,
         max_bytes,
         part_tokens=None if has_states else PART_TOKENS,
-        way=PROGRAM,
+        way=model.way,
         num_plain=len(model.new_cache().sizes) if has_states else None,
         directory=directory,
         max_disk_bytes=max_disk_bytes,

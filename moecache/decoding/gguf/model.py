@@ -41,7 +41,7 @@ class TextModel(ProgramModel):
         looks_ahead: bool = False,
     ) -> None:
         super().__init__(runtime, said.context, said.ends)
-        self._said, self._lock, self._num_steps = said, threading.Lock(), 0
+        self._said, self._lock, self._num_steps = said, threading.RLock(), 0
         self._layers = {
             int(name.removeprefix("blk.")): number
             for number, name in enumerate(runtime.layout.layer_names)

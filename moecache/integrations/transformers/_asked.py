@@ -47,13 +47,25 @@ class Asked:
 
 
 def find(model: Any, named: dict[str, Any]) -> Asked | None:
-    """Return what a forward is called for, by name; `None` if it is for something else."""
+    """Return what a forward is called for; `None` if it is for something else.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or None
+    named : dict
+        Arguments of its forward.
+    """
     ids, cache = named.get("input_ids"), named.get("past_key_values")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.device.type != "cpu":
+        return None
+    if ids.dtype not in (torch.int64, torch.int32):
         return None
     if model is None or not ids.numel() or not is_plain(model, named):
         return None
     if cache is None:
+        wanted = named.get("use_cache")
+        if not (getattr(model.config.get_text_config(), "use_cache", True) or wanted):
+            return None
         cache = new_cache(model)
     length = cache.get_seq_length() if isinstance(cache, Cache) else None
     if not isinstance(length, int):
@@ -68,7 +80,14 @@ def find(model: Any, named: dict[str, Any]) -> Asked | None:
 
 
 def is_plain(model: Any, named: dict[str, Any]) -> bool:
-    """Return whether a call asks for logits alone, and for no gradients."""
+    """Return whether a call asks for logits alone, and for no gradients.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    named : dict
+        Arguments of its forward.
+    """
     others = {k: v for k, v in named.items() if k not in (*_TAKEN, "return_dict")}
     return not (
         torch.is_grad_enabled()
@@ -83,6 +102,6 @@ def is_plain(model: Any, named: dict[str, Any]) -> bool:
         or any(getattr(model.config, name, False) for name in _ANSWERS)
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
-        # Of all modules: those that follow one are looked at with the weights.
+        # Hooks of single modules are looked at with the weights.
         or module._has_any_global_hook()
     )

@@ -321,6 +321,8 @@ def _is_spare(one: torch.Tensor | None, held: torch.Tensor | None) -> bool:
     return one.shape == held.shape and one.dtype == held.dtype and _can_change(one)
 
 
+# Kinds of layers that hold keys and values.
+KEYED = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
 _OURS: dict[type[Any], type[Any]] = {
     DynamicLayer: GrowingLayer,
     DynamicSlidingWindowLayer: SlidingLayer,

@@ -1,13 +1,13 @@
 """DecodedModel: a model of transformers whose texts a program computes, prompts and tokens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from moecache.decoding._program import Program
 from moecache.decoding.attending import Attention, LatentAttention, Stateful
+from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.program_model import Computation, ProgramModel
 from moecache.decoding.room import room_behind
 from moecache.decoding.states_cache import empty_cache
@@ -45,6 +45,15 @@ class DecodedModel(ProgramModel):
         self._attending = [layer.attention for layer in self._recipe.layers]
 
     @property
+    def way(self) -> str:  # type: ignore[override]
+        """Which weights pages are of: another once a tensor has been replaced."""
+        return f"program {self._decoder.num_recipes()}"
+
+    def own(self, prefixes: PrefixCache | None) -> PrefixCache | None:
+        """Return pages if they are of the model as it is now."""
+        return prefixes if prefixes is not None and prefixes.way == self.way else None
+
+    @property
     def num_layers(self) -> int:
         """Number of layers, those without experts among them."""
         return len(self._attending)
@@ -74,13 +83,12 @@ class DecodedModel(ProgramModel):
     def _empty_cache(self, name: int | None) -> TextCache:
         return empty_cache(self._recipe, self._kind, self._kind, name)
 
-    @contextmanager
-    def _computing(self) -> Iterator[Computation]:
-        with self._decoder.computing() as how:
-            yield how
+    def _computing(self) -> AbstractContextManager[Computation]:
+        found: AbstractContextManager[Computation] = self._decoder.computing()
+        return found
 
     def _wait_for(self, number: int, program: Program, num: int, names: np.ndarray | None) -> None:
-        self._decoder.wait_for(number, program, num, names)
+        self._decoder.experts.wait_for(number, program, num, names)
 
     def _counted(self, program: Program, num_steps: int) -> None:
         self._decoder.counted(program, num_steps)

@@ -9,7 +9,6 @@ from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionLayer,
 )
 
@@ -22,16 +21,20 @@ from moecache.decoding.recipe import (
 )
 from moecache.integrations.transformers._cache_layers import (
     EMPTY,
+    KEYED,
     GrowingLayer,
-    SlidingLayer,
     StatesLayer,
     Window,
     adopt,
 )
 from moecache.interrupts import uninterrupted
 
-_KEYS = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
 _STATES = (LinearAttentionLayer, StatesLayer)
+
+
+def is_dynamic(cache: Cache) -> bool:
+    """Return whether a cache is transformers' own, in memory, and grows with its text."""
+    return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
 
 
 def fill_in(cache: Cache, layers: Sequence[Layer], batch: int, dtype: torch.dtype) -> bool:
@@ -39,7 +42,8 @@ def fill_in(cache: Cache, layers: Sequence[Layer], batch: int, dtype: torch.dtyp
 
     Parameters
     ----------
-    cache : Cache
+    cache : DynamicCache
+        One that `is_dynamic`.
     layers : sequence of Layer
         What writes to it.
     batch : int
@@ -49,10 +53,8 @@ def fill_in(cache: Cache, layers: Sequence[Layer], batch: int, dtype: torch.dtyp
     Returns
     -------
     bool
-        `False` if it is of another kind: it is as it was.
+        `False` if layers of the cache are of other kinds; it is as it was.
     """
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        return False
     made: list[Any] = cache.layers
     if not made and cache.layer_class_to_replicate is DynamicLayer:
         # As transformers does one after the other.
@@ -62,7 +64,7 @@ def fill_in(cache: Cache, layers: Sequence[Layer], batch: int, dtype: torch.dtyp
     if len(made) != len(layers) or not all(_fits(*pair) for pair in pairs):
         return False
     for layer, one in pairs:
-        if type(layer) in _KEYS:
+        if type(layer) in KEYED:
             _fill_in_keys(layer, one, batch, dtype)
         elif type(layer) in _STATES:
             _fill_in_states(layer, one, batch, dtype)
@@ -75,7 +77,7 @@ def _fits(layer: Any, attending: Attending | None) -> bool:
     if isinstance(layer, EMPTY):
         return attending is None
     if isinstance(attending, Attention | LatentAttention):
-        return type(layer) in _KEYS and not layer.get_seq_length()
+        return type(layer) in KEYED and not layer.get_seq_length()
     return (
         attending is not None
         and type(layer) in _STATES
@@ -123,7 +125,7 @@ class Kept:
         self._were = [(type(layer), _copied(layer)) for layer in self._layers]
 
     def restore(self) -> None:
-        """Have the cache be as it was."""
+        """Put the cache back."""
         with uninterrupted():
             for layer, (kind, attributes) in zip(self._layers, self._were, strict=True):
                 layer.__class__ = kind

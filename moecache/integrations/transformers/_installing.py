@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moecache.integrations.transformers._asked import find
 from moecache.integrations.transformers._decoding import Decoder
 from moecache.integrations.transformers._prompting import read_in_pages
 
@@ -24,9 +25,12 @@ def install(model: Any, decoder: Decoder) -> None:
         if torch.compiler.is_compiling():
             return own(model, *given, **named)
         called = {**dict(zip(names, given, strict=False)), **named}
-        found = decoder.step(called)
-        if found is None and model is not None:
-            found = read_in_pages(model, model.forward, called)
+        asked = find(model, called)
+        if asked is None:
+            return own(model, *given, **named)
+        found = decoder.step(asked)
+        if found is None:
+            found = read_in_pages(model, asked)
         return own(model, *given, **named) if found is None else found
 
     shown: Any = forward

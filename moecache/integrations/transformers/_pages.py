@@ -68,6 +68,10 @@ class Pages:
         kinds = {self._last[id(cache)].kind for cache in caches}
         return len(kinds) == 1 and next(iter(kinds))[0] == 1
 
+    def forget(self, cache: Cache) -> None:
+        """Forget the layers of a cache, which are others now."""
+        self._last.pop(id(cache), None)
+
     def grow(self, cache: Cache, num_tokens: int) -> None:
         """Take in tokens that were written to a cache."""
         self._last[id(cache)].grow(num_tokens)

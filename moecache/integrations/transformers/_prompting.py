@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from moecache.decoding.recipe import Layer
-from moecache.integrations.transformers._asked import Asked, find
+from moecache.integrations.transformers._asked import Asked
 from moecache.integrations.transformers._empty_cache import Kept, fill_in, reserve
 from moecache.integrations.transformers.prompts import (
     cuts,
@@ -30,7 +30,7 @@ def in_parts(
 ) -> np.ndarray | None:
     """Return the logits of a prompt that goes through a program's layers in parts.
 
-    A call that fails, or is none for the program, leaves the cache as it was.
+    The cache is as it was if a part fails, or if the program takes none.
 
     Parameters
     ----------
@@ -42,14 +42,15 @@ def in_parts(
     dtype : dtype
         Of keys and values of a cache that is empty.
     compute : callable (Asked)
-        Puts a part into the cache, and returns its logits; `None` if it is none for the program.
+        Puts a part into the cache, and returns its logits; `None` if the program does not take it.
 
     Returns
     -------
     ndarray of float32, shape [batch, num_logits, vocabulary], or None
     """
     batch, each = asked.ids.shape
-    kept, found = Kept(asked.cache), []
+    kept = Kept(asked.cache)
+    found: np.ndarray | None = None
     try:
         if not asked.length and not fill_in(asked.cache, layers, batch, dtype):
             return None
@@ -64,36 +65,37 @@ def in_parts(
                     ids=asked.ids[:, start:stop],
                     length=asked.length + start,
                     positions=places[:, start:stop].flatten(),
-                    # One at least: it ends the call.
+                    # Asked for once at least, as that ends a call.
                     num_logits=max(1, stop - first),
                 )
             )
             if logits is None:
                 kept.restore()
                 return None
-            if first < stop:
-                found.append(logits)
+            if first >= stop:
+                continue
+            if stop - first == asked.num_logits:
+                return logits
+            if found is None:
+                # All of them once: of a long prompt they take gigabytes.
+                found = np.empty((batch, asked.num_logits, logits.shape[2]), np.float32)
+            at = first - (each - asked.num_logits)
+            found[:, at : at + stop - first] = logits
     except BaseException:
         kept.restore()
         raise
-    return found[0] if len(found) == 1 else np.concatenate(found, 1)
+    return found
 
 
-def read_in_pages(
-    model: Any, forward: Callable[..., Any], named: dict[str, Any]
-) -> MoeCausalLMOutputWithPast | None:
+def read_in_pages(model: Any, asked: Asked) -> MoeCausalLMOutputWithPast | None:
     """Return the result of a prompt that is cut into pages; `None` if it is no such prompt.
 
     Parameters
     ----------
     model : PreTrainedModel
-    forward : callable
-        Computes a page.
-    named : dict
-        Arguments of the model's forward.
+    asked : Asked
     """
-    asked = find(model, named)
-    if asked is None or not has_pages(model) or not is_paged(asked.cache):
+    if not has_pages(model) or not is_paged(asked.cache):
         return None
     length, (batch, each) = asked.length, asked.ids.shape
     if (
@@ -104,7 +106,7 @@ def read_in_pages(
     ):
         return None
     logits = read_prompt(
-        forward,
+        model.forward,
         asked.ids,
         asked.cache,
         num_logits=asked.num_logits,

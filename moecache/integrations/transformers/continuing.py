@@ -13,7 +13,6 @@ from moecache.decoding import text
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Mask, Sampler, Sampling, next_token
 from moecache.decoding.streams import TokenTimes
-from moecache.decoding.text import PROGRAM
 from moecache.integrations.transformers._decoded import decoded_model
 from moecache.integrations.transformers._device_tokens import DeviceTokens
 from moecache.integrations.transformers._loops import SAMPLED, ends_of, has_loop, is_plain
@@ -93,7 +92,6 @@ def continue_text(
         return
     decoded = decoded_model(model)
     if decoded is not None:
-        own = prefixes if prefixes is not None and prefixes.way == PROGRAM else None
         text.continue_text(
             decoded,
             prompt,
@@ -101,7 +99,7 @@ def continue_text(
             streamer,
             max_new_tokens=max_new_tokens,
             mask=mask,
-            prefixes=own,
+            prefixes=decoded.own(prefixes),
         )
         return
     if not has_loop(model):

@@ -10,13 +10,11 @@ import torch
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
 )
 
 from moecache.decoding.prefixes import PAGE_TOKENS, Page
 from moecache.integrations.transformers import _spans
-from moecache.integrations.transformers._cache_layers import GrowingLayer, SlidingLayer, adopt
+from moecache.integrations.transformers._cache_layers import KEYED, adopt
 from moecache.integrations.transformers._forward import SpanExperts
 from moecache.sizing.headroom import kv_bytes_per_token
 
@@ -34,7 +32,6 @@ _FREE_PART = 6
 _PLANNED_PAGES = 4
 # So few tokens of a page behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, GrowingLayer, SlidingLayer)
 
 
 def new_cache(model: Any) -> DynamicCache:
@@ -69,7 +66,7 @@ def is_paged(cache: Any) -> bool:
         isinstance(cache, Cache)
         and not isinstance(cache, PageCache)
         and not getattr(cache, "offloading", False)
-        and all(type(layer) in _PLAIN for layer in cache.layers)
+        and all(type(layer) in KEYED for layer in cache.layers)
     )
 
 
@@ -165,7 +162,8 @@ def read_prompt(
     if len(logits) == 1:
         return logits[0]
     # A program's are float32, modules' have the model's dtype.
-    return torch.cat([part.float() for part in logits], 1)
+    are_alike = len({part.dtype for part in logits}) == 1
+    return torch.cat(logits if are_alike else [part.float() for part in logits], 1)
 
 
 class Span:

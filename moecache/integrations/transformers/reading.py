@@ -22,7 +22,8 @@ from moecache.decoding.prefixes import (
     describe_files,
     num_positions,
 )
-from moecache.decoding.text import PROGRAM, keep_pages
+from moecache.decoding.program_model import ProgramModel
+from moecache.decoding.text import keep_pages
 from moecache.integrations.transformers._cache_layers import growth
 from moecache.integrations.transformers._decoded import decoded_model
 from moecache.integrations.transformers.prompts import (
@@ -220,7 +221,7 @@ def open_prefixes(
     if (decoded := decoded_model(model)) is not None:
         return keep_pages(
             decoded,
-            _identity(model, PROGRAM),
+            _identity(model, ProgramModel.way),
             max_bytes,
             directory=directory,
             max_disk_bytes=max_disk_bytes,
@@ -245,7 +246,8 @@ def _identity(model: Any, way: str = "") -> bytes:
     config.pop("_name_or_path", None)
     facts = {
         "config": config,
-        "class": type(model).__name__,
+        # Layers whose weights stay quantized are of classes of their own.
+        "classes": [type(module).__name__ for module in model.modules()],
         "dtype": str(model.dtype),
         "compute": model.moecache.compute,
         "files": describe_files(model.moecache.runtime.store),

@@ -126,10 +126,17 @@ class Served:
     ) -> Text | text.Text:
         """Return a text whose prompt is still to be read."""
         given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "mask": mask}
-        given["prefixes"] = prefixes
         if self._decoded is None:
-            return Text(self.model, prompt, sampler, stream, **given)
-        return text.Text(self._decoded, prompt, sampler, stream, name=next(self._names), **given)
+            return Text(self.model, prompt, sampler, stream, prefixes=prefixes, **given)
+        return text.Text(
+            self._decoded,
+            prompt,
+            sampler,
+            stream,
+            prefixes=self._decoded.own(prefixes),
+            name=next(self._names),
+            **given,
+        )
 
     def together(self) -> Together | ProgramTexts:
         """Return what goes on with texts side by side."""

@@ -29,6 +29,7 @@ BUDGETS = {
     "tests/test_cli_bench.py": 9,
     "tests/test_cli_without_torch.py": 9,
     "tests/test_transformers_decoding.py": 9,
+    "tests/test_transformers_program_prompts.py": 8,
     "tests/test_transformers_families.py": 9,
     "tests/test_transformers_gguf.py": 12,
     "tests/test_transformers_quantized.py": 9,

@@ -334,7 +334,7 @@ def test_a_model_that_changes_is_not_gone_on_with(model: Any) -> None:
 
 
 def test_experts_of_numbers_have_prompts_of_their_modules(qwen3_moe: Path) -> None:
-    """Which multiply 16 bits by 16 bits: twice as fast where processors have it."""
+    """Which multiply 16 bits by 16 bits: faster where processors have it."""
     model = load_in_slots(qwen3_moe, compute="fast")
     with model.moecache:
         assert model.moecache.decoder.is_ready()

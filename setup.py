@@ -85,8 +85,10 @@ class BuildExtensions(build_ext):
     """
 
     def finalize_options(self) -> None:
-        """Keep the objects of builds apart: files in C have the same names in all of them."""
+        """Use all cores, and keep the objects of builds apart: files in C have the same names."""
         super().finalize_options()
+        # Of what setup() is told of it, an editable installation by pip knows nothing.
+        self.parallel = self.parallel or num_cores
         self.build_temp = os.path.join(self.build_temp, build)
 
     def run(self) -> None:
@@ -116,7 +118,7 @@ class BuildExtensions(build_ext):
     def build_extensions(self) -> None:
         """Compile what has changed, as many files at once as there are cores; then link."""
         longest_first = sorted(self.extensions, key=lambda extension: -len(extension.sources))
-        with ThreadPoolExecutor(self.parallel or 1) as pool:
+        with ThreadPoolExecutor(self.parallel) as pool:
             compiled = [
                 (
                     extension,
@@ -153,7 +155,6 @@ if __name__ == "__main__":
     setup(
         ext_modules=extensions,
         cmdclass={"build_ext": BuildExtensions},
-        options={"build_ext": {"parallel": num_cores}},
         data_files=[
             ("share/moecache", [(examples / "numpy_loop.py").as_posix()]),
             ("share/moecache/tiny_moe", model),

@@ -1,6 +1,5 @@
 """A GGUF file's model without torch, beside transformers' own of the same weights."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,11 @@ def rounding_cache() -> Any:
 @pytest.fixture
 def exact_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep keys and values in float32: sums in another order move none to another bfloat16."""
-    exact = functools.partial(states_cache.empty_cache, kind="f32")
-    monkeypatch.setattr("moecache.decoding.gguf.model.empty_cache", exact)
+
+    def exact(recipe: Any, _: str, *others: Any) -> Any:
+        return states_cache.empty_cache(recipe, "f32", *others)
+
+    monkeypatch.setattr("moecache.decoding.program_model.empty_cache", exact)
 
 
 def assert_near(path: Path, model: Any, new_cache: Any = None) -> None:

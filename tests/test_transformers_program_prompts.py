@@ -496,6 +496,13 @@ def test_whoever_is_told_how_far_a_prompt_is_may_ask(model: Any) -> None:
 
     found = decoded.read(ids, decoded.new_cache(), on_read)
     assert np.array_equal(found, expected)
+    # A few tokens have the program that others have, too.
+    short = decoded.read(ids[:10], decoded.new_cache())
+    told.clear()
+    assert np.array_equal(decoded.read(ids[:10], decoded.new_cache(), on_read), short)
+    assert told == [10]
+    told.clear()
+    decoded.read(ids, decoded.new_cache(), on_read)
     assert told == sorted(told)
     assert len(told) >= 2 * decoded.num_layers
     assert told[-1] == len(ids)

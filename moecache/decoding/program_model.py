@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from moecache.decoding._program import MAX_ROWS, Program
+from moecache.decoding.attending import Stateful
 from moecache.decoding.embedding import Embed
 from moecache.decoding.look_ahead import LookAhead, observer
 from moecache.decoding.prefixes import Page, num_positions
 from moecache.decoding.recipe import Recipe
+from moecache.decoding.room import room_behind
+from moecache.decoding.states_cache import empty_cache
 from moecache.decoding.text_cache import TextCache
 from moecache.errors import ConfigError
 from moecache.runtime.runtime import ExpertRuntime
@@ -60,6 +63,10 @@ class ProgramModel(ABC):
         Positions that a text may have; `None` if there is no end.
     ends : collection of int
         Tokens with which the model ends its texts.
+    recipe : Recipe
+        Of the model as it is now.
+    kinds : (str, str)
+        Of keys and values, and of rows that convolutions see: "bf16" or "f32".
 
     Attributes
     ----------
@@ -70,25 +77,32 @@ class ProgramModel(ABC):
     # Says whether pages are of the model's own making; see `PrefixCache`.
     way = "program"
 
-    def __init__(self, runtime: ExpertRuntime, context: int | None, ends: Collection[int]) -> None:
+    def __init__(
+        self,
+        runtime: ExpertRuntime,
+        context: int | None,
+        ends: Collection[int],
+        recipe: Recipe,
+        kinds: tuple[str, str],
+    ) -> None:
         self.runtime, self.context, self.ends = runtime, context, ends
+        self._recipe, self._kinds = recipe, kinds
 
     @property
-    @abstractmethod
     def num_layers(self) -> int:
         """Number of layers, those without experts among them."""
+        return len(self._recipe.layers)
 
     @property
-    @abstractmethod
     def has_states(self) -> bool:
         """Whether layers hold states, which belong to all tokens before them."""
+        return any(isinstance(layer.attention, Stateful) for layer in self._recipe.layers)
 
     @property
-    @abstractmethod
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values."""
+        return self._empty_cache(None).bytes_per_token
 
-    @abstractmethod
     def check_room(self, num_tokens: int) -> int | None:
         """Return how many tokens fit behind so many, `None` if there is no end.
 
@@ -97,6 +111,7 @@ class ProgramModel(ABC):
         ConfigError
             If none does.
         """
+        return room_behind(num_tokens, self.context)
 
     def new_cache(
         self, known: Sequence[Page] = (), num_tokens: int = 0, name: int | None = None
@@ -139,8 +154,8 @@ class ProgramModel(ABC):
             One at least.
         cache : TextCache
         on_read : callable (num_tokens), optional
-            Told before each layer of a prompt's how many are read, in parts of a layer each, and
-            when a part is. What it raises ends the call; what is read stays.
+            Told how many are read when a part of 512 is, and of more than 16 before each layer, in
+            parts of a layer each. What it raises ends the call; what is read stays.
 
         Returns
         -------
@@ -253,16 +268,15 @@ class ProgramModel(ABC):
         """Return what computes, for one caller at a time."""
 
     @abstractmethod
-    def _empty_cache(self, name: int | None) -> TextCache:
-        """Return a cache for a text of a name, which has no token yet."""
-
-    @abstractmethod
     def _wait_for(self, number: int, program: Program, num: int, names: np.ndarray | None) -> None:
         """Compute a layer's experts as they arrive, for so many rows."""
 
     @abstractmethod
     def _counted(self, program: Program, num_steps: int) -> None:
         """Note what a call has computed, and how many of its rows were a text's next token."""
+
+    def _empty_cache(self, name: int | None) -> TextCache:
+        return empty_cache(self._recipe, *self._kinds, name)
 
     def _grow(self, cache: TextCache, num_new: int) -> None:
         growth = cache.growth_bytes(num_new)
@@ -309,7 +323,9 @@ class ProgramModel(ABC):
         def on_layer(layer: int) -> None:
             on_read(start + num * layer // self.num_layers)
 
-        self._run(program, num, look_ahead, names, on_layer if num > 1 else None)
+        # Whoever is told may compute something, by the program of a few tokens.
+        told = on_layer if program is not how.step else None
+        self._run(program, num, look_ahead, names, told)
         logits = _NONE
         if start + num == len(tokens):
             # Before anybody else is told, who may have the program compute something.

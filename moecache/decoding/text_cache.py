@@ -99,11 +99,16 @@ class TextCache:
             for keys, values in self._parts
         )
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values."""
+        numbers = sum(heads * (width + value_width) for heads, width, value_width in self.sizes)
+        return self._dtype.itemsize * numbers
+
     def growth_bytes(self, num_new: int) -> int:
         """Return the bytes that `pages` would allocate."""
         capacity = self._wanted(num_new)
-        each = sum(heads * (width + value_width) for heads, width, value_width in self.sizes)
-        return each * self._dtype.itemsize * capacity if capacity > self._capacity else 0
+        return self.bytes_per_token * capacity if capacity > self._capacity else 0
 
     def _wanted(self, num_new: int) -> int:
         wanted = self.length + num_new

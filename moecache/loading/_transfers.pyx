@@ -222,4 +222,4 @@ cdef class Transfers:
 
 
 def _ignore(load):
-    """Nobody asks."""
+    """Take no note of a read ahead that is over: no prefetcher wants to know."""

@@ -13,8 +13,6 @@ from moecache.decoding.gguf.recipes import FileModel
 from moecache.decoding.gguf.trunk import Trunk
 from moecache.decoding.look_ahead import LookAhead
 from moecache.decoding.program_model import Computation, ProgramModel
-from moecache.decoding.states_cache import empty_cache
-from moecache.decoding.text_cache import TextCache
 from moecache.kernels import SlotKernel
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.units import format_bytes
@@ -40,16 +38,17 @@ class TextModel(ProgramModel):
         *,
         looks_ahead: bool = False,
     ) -> None:
-        super().__init__(runtime, said.context, said.ends)
         self._said, self._lock, self._num_steps = said, threading.RLock(), 0
         self._layers = {
             int(name.removeprefix("blk.")): number
             for number, name in enumerate(runtime.layout.layer_names)
         }
+        self.runtime = runtime  # of the kernels
         self._kernels = {number: self._kernel(number) for number in self._layers.values()}
         recipe = said.recipe(
             trunk, lambda block: (self._layers[block], self._kernels[self._layers[block]])
         )
+        super().__init__(runtime, said.context, said.ends, recipe, ("bf16", "f32"))
         self._how = Computation(
             recipe,
             Program(recipe, runtime.cache),
@@ -61,22 +60,7 @@ class TextModel(ProgramModel):
     @property
     def vocabulary(self) -> int:
         """Number of tokens that have logits."""
-        return int(self._how.recipe.head.matrix.rows)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers, those without experts among them."""
-        return self._said.num_layers
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers hold states, which belong to all tokens before them."""
-        return self._said.facts.has_states
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values."""
-        return self._said.bytes_per_token
+        return int(self._recipe.head.matrix.rows)
 
     def check_room(self, num_tokens: int) -> int:
         """Return how many tokens fit behind so many; a ConfigError if none does."""
@@ -117,9 +101,6 @@ class TextModel(ProgramModel):
             roles=runtime.layout.layers[number],
             **self._said.gate,
         )
-
-    def _empty_cache(self, name: int | None) -> TextCache:
-        return empty_cache(self._how.recipe, name=name)
 
     @contextmanager
     def _computing(self) -> Iterator[Computation]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import (
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
@@ -327,6 +328,11 @@ _OURS: dict[type[Any], type[Any]] = {
     DynamicLayer: GrowingLayer,
     DynamicSlidingWindowLayer: SlidingLayer,
 }
+
+
+def is_dynamic(cache: Any) -> bool:
+    """Return whether a cache is transformers' own, in memory, and grows with its text."""
+    return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
 
 
 def adopt(layer: Any) -> None:

@@ -6,12 +6,8 @@ from typing import Any
 import numpy as np
 
 from moecache.decoding._program import Program
-from moecache.decoding.attending import Attention, LatentAttention, Stateful
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.program_model import Computation, ProgramModel
-from moecache.decoding.room import room_behind
-from moecache.decoding.states_cache import empty_cache
-from moecache.decoding.text_cache import DTYPES, TextCache
 from moecache.integrations.transformers._cache_layers import TYPES
 from moecache.integrations.transformers._loops import ends_of, has_loop
 
@@ -37,12 +33,11 @@ class DecodedModel(ProgramModel):
 
     def __init__(self, model: Any, ends: set[int]) -> None:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        super().__init__(model.moecache.runtime, context, ends)
         self._decoder = model.moecache.decoder
-        self._kind = TYPES[model.dtype]
         with self._computing() as how:
-            self._recipe = how.recipe
-        self._attending = [layer.attention for layer in self._recipe.layers]
+            recipe = how.recipe
+        kind = TYPES[model.dtype]
+        super().__init__(model.moecache.runtime, context, ends, recipe, (kind, kind))
 
     @property
     def way(self) -> str:  # type: ignore[override]
@@ -52,36 +47,6 @@ class DecodedModel(ProgramModel):
     def own(self, prefixes: PrefixCache | None) -> PrefixCache | None:
         """Return pages if they are of the model as it is now."""
         return prefixes if prefixes is not None and prefixes.way == self.way else None
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers, those without experts among them."""
-        return len(self._attending)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers hold states, which belong to all tokens before them."""
-        return any(isinstance(one, Stateful) for one in self._attending)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values."""
-        held = [one.held for one in self._attending if isinstance(one, Attention | LatentAttention)]
-        numbers = sum(heads * (width + value_width) for heads, width, value_width in held)
-        return DTYPES[self._kind].itemsize * numbers
-
-    def check_room(self, num_tokens: int) -> int | None:
-        """Return how many tokens fit behind so many, `None` if there is no end.
-
-        Raises
-        ------
-        ConfigError
-            If none does.
-        """
-        return room_behind(num_tokens, self.context)
-
-    def _empty_cache(self, name: int | None) -> TextCache:
-        return empty_cache(self._recipe, self._kind, self._kind, name)
 
     def _computing(self) -> AbstractContextManager[Computation]:
         found: AbstractContextManager[Computation] = self._decoder.computing()

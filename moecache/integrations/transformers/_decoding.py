@@ -19,9 +19,8 @@ from moecache.decoding.look_ahead import observer
 from moecache.decoding.program_model import PROMPT_TOKENS, Computation
 from moecache.errors import ConfigError
 from moecache.integrations.transformers._asked import Asked, is_plain
-from moecache.integrations.transformers._cache_layers import growth
+from moecache.integrations.transformers._cache_layers import growth, is_dynamic
 from moecache.integrations.transformers._current import Current, Found
-from moecache.integrations.transformers._empty_cache import is_dynamic
 from moecache.integrations.transformers._layer_experts import LayerExperts
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._pages import Pages

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import (
     Cache,
-    DynamicCache,
     DynamicLayer,
     LinearAttentionLayer,
 )
@@ -30,11 +29,6 @@ from moecache.integrations.transformers._cache_layers import (
 from moecache.interrupts import uninterrupted
 
 _STATES = (LinearAttentionLayer, StatesLayer)
-
-
-def is_dynamic(cache: Cache) -> bool:
-    """Return whether a cache is transformers' own, in memory, and grows with its text."""
-    return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
 
 
 def fill_in(cache: Cache, layers: Sequence[Layer], batch: int, dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from moecache.decoding._held import KeyValues, States
 from moecache.integrations.transformers._cache_layers import (
@@ -16,6 +16,7 @@ from moecache.integrations.transformers._cache_layers import (
     SlidingLayer,
     StatesLayer,
     adopt,
+    is_dynamic,
 )
 
 _KEYS, _VALUES = attrgetter("_keys"), attrgetter("_values")
@@ -155,7 +156,7 @@ def _layers_of(
     cache: Cache, length: int
 ) -> "list[GrowingLayer | SlidingLayer | StatesLayer] | None":
     """Return layers that can be written to, `None` if not all of them can."""
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+    if not is_dynamic(cache):
         return None
     layers: list[Any] = cache.layers
     for layer in layers:

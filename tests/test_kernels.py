@@ -121,7 +121,7 @@ def test_ties_between_two_numbers_of_bfloat16_go_to_the_even_one(dtype: np.dtype
 
 
 @every_level
-@pytest.mark.parametrize("columns", [192, 95])
+@pytest.mark.parametrize("columns", [192, 95, 607])
 def test_a_row_has_the_same_bits_alone_and_among_others(columns: int) -> None:
     """At the start, in the middle and at the end of any number."""
     for name, dtype in CASES:

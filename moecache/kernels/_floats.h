@@ -11,8 +11,12 @@ INLINE vf LEVEL(load_tail)(const uint8_t *at, int64_t num, int format)
     return LEVEL(load)(whole, format);
 }
 
-/* Sums of a row that are made side by side: one alone waits for each of its own additions. */
-#define SIDES 4
+/* Columns whose products are summed by themselves, in chains side by side: one alone waits for each of its own
+ * additions. */
+#define STRETCH 256
+#define CHAINS 2
+/* Inputs of a row at once. */
+#define MOST_INPUTS 4
 
 /* A row with `num` inputs. Rows come one after the other, as memory is read fastest: four at once take
  * twice as long on some processors (Zen 4). */
@@ -21,29 +25,44 @@ INLINE void LEVEL(row)(
     float *out)
 {
     int64_t bytes = format == MC_F32 ? 4 : 2, k = 0;
-    vf sums[TOKENS][SIDES] = {{{0}}};
-#define STEP(side, LOAD, ...)                                                               \
+    vf sums[MOST_INPUTS] = {{0}};
+#define STEP(chain, at, LOAD, ...)                                                          \
     {                                                                                       \
-        vf values = LOAD(row + (k + (side) * LANES) * bytes, ##__VA_ARGS__, format);        \
+        vf values = LOAD(row + (at) * bytes, ##__VA_ARGS__, format);                        \
         for (int t = 0; t < num; t++)                                                       \
-            sums[t][side] = LEVEL(fma)(                                                     \
-                values, LOAD(inputs[t] + (k + (side) * LANES) * 4, ##__VA_ARGS__, MC_F32),  \
-                sums[t][side]);                                                             \
+            chains[t][chain] = LEVEL(fma)(                                                  \
+                values, LOAD(inputs[t] + (at) * 4, ##__VA_ARGS__, MC_F32), chains[t][chain]); \
     }
-    for (; k + SIDES * LANES <= columns; k += SIDES * LANES) {
-        for (int64_t line = 0; line < SIDES * LANES * bytes; line += 64)
-            MC_FETCH(row + k * bytes + line, num);
-        for (int side = 0; side < SIDES; side++)
-            STEP(side, LEVEL(load))
+#define ADD_CHAINS                                                                          \
+    for (int t = 0; t < num; t++)                                                           \
+        sums[t] += chains[t][0] + chains[t][1];
+    for (; k + STRETCH <= columns; k += STRETCH) {
+        vf chains[MOST_INPUTS][CHAINS] = {{{0}}};
+        for (int64_t j = k; j < k + STRETCH; j += 64) {
+            for (int64_t line = 0; line < 64 * bytes; line += 64)
+                MC_FETCH(row + j * bytes + line, num);
+            UNROLL(8)
+            for (int i = 0; i < 64; i += CHAINS * LANES)
+                for (int chain = 0; chain < CHAINS; chain++)
+                    STEP(chain, j + i + chain * LANES, LEVEL(load))
+        }
+        ADD_CHAINS
     }
-    for (; k + LANES <= columns; k += LANES)
-        STEP(0, LEVEL(load))
-    if (k < columns)
-        STEP(0, LEVEL(load_tail), columns - k)
+    if (k < columns) {
+        vf chains[MOST_INPUTS][CHAINS] = {{{0}}};
+        for (; k + CHAINS * LANES <= columns; k += CHAINS * LANES)
+            for (int chain = 0; chain < CHAINS; chain++)
+                STEP(chain, k + chain * LANES, LEVEL(load))
+        for (; k + LANES <= columns; k += LANES)
+            STEP(0, k, LEVEL(load))
+        if (k < columns)
+            STEP(0, k, LEVEL(load_tail), columns - k)
+        ADD_CHAINS
+    }
+#undef ADD_CHAINS
 #undef STEP
     for (int t = 0; t < num; t++)
-        out[t * MC_TILE] =
-            LEVEL(total)((sums[t][0] + sums[t][1]) + (sums[t][2] + sums[t][3]));
+        out[t * MC_TILE] = LEVEL(total)(sums[t]);
 }
 
 /* 16 rows with `num` inputs. */
@@ -56,9 +75,9 @@ INLINE void LEVEL(dense)(
                    format, out + r);
 }
 
-MC_TILE_BY(LEVEL(tile_f32), LEVEL(dense), TOKENS, 1, MC_F32)
-MC_TILE_BY(LEVEL(tile_f16), LEVEL(dense), TOKENS, 1, MC_F16)
-MC_TILE_BY(LEVEL(tile_bf16), LEVEL(dense), TOKENS, 1, MC_BF16)
+MC_TILE_BY(LEVEL(tile_f32), LEVEL(dense), MOST_INPUTS, 2, MC_F32)
+MC_TILE_BY(LEVEL(tile_f16), LEVEL(dense), MOST_INPUTS, 2, MC_F16)
+MC_TILE_BY(LEVEL(tile_bf16), LEVEL(dense), MOST_INPUTS, 2, MC_BF16)
 
 /* e^x, within 2 units of the last place, and the same on every level: nothing is fused here.
  * Polynomial of degree 6 (Cody and Waite's reduction by ln 2 in two parts). */

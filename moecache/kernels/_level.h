@@ -13,6 +13,9 @@
 #include "_pages.h"
 #include "_values.h"
 #include "_codes.h"
+#ifndef ROLLED
+#include "_many_floats.h"
+#endif
 #include "_forms.h"
 #include "_integers.h"
 #include "_planes.h"
@@ -30,6 +33,9 @@ void LEVEL(set)(mc_level *level)
         .attend_page = {LEVEL(page_attend), LEVEL(page_attend)},
     };
     memcpy(level->planes, LEVEL(all_planes), sizeof level->planes);
+#ifndef ROLLED
+    level->many[MC_X_F32] = &LEVEL(many_floats);
+#endif
 #ifdef DOT_AVX2
     level->is_whole = 1;
 #endif

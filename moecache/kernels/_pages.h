@@ -288,4 +288,3 @@ static int PAGE(attend)(const mc_page *p, int64_t head, int64_t first, int64_t n
 #undef MULTIPLY_ADD
 #undef PAGE
 #undef PAIRS
-#undef VECTORS

@@ -230,17 +230,42 @@ static void test_activations(void)
     print_sum();
 }
 
-/* Floats: bits are the generic level's; the others add in other orders. */
-static void test_floats(int codes, const char *name)
+/* Many inputs have the bits of one: in a room, and without memory for one. */
+static void test_many(const mc_matrix *m, const mc_level *level, float (*rows)[MOST_COLUMNS])
 {
-    static float values[MOST_ROWS * MOST_COLUMNS], input[MOST_COLUMNS];
-    const uint8_t *inputs[1] = {(const uint8_t *)input};
-    mc_matrix m = matrix_of(codes, MC_F32, 0, 37, 100, 32);
+    static float out[NUM_INPUTS][MOST_ROWS];
+    const uint8_t *inputs[NUM_INPUTS];
+    for (int i = 0; i < NUM_INPUTS; i++)
+        inputs[i] = (const uint8_t *)rows[i];
+    for (is_out_of_memory = 0; is_out_of_memory < 2; is_out_of_memory++) {
+        mc_product product = {.level = level, .matrix = *m, .inputs = inputs, .input_type = MC_X_F32,
+                              .out = {(uint8_t *)out, sizeof out[0], MC_X_F32}, .num_inputs = NUM_INPUTS};
+        mc_products(&product, 1);
+        for (int i = 0; i < NUM_INPUTS; i++)
+            for (int64_t row = 0; row < m->rows; row += MC_TILE) {
+                float alone[MC_TILE];
+                mc_tile_of(level, MC_X_F32, m)(m, row, inputs + i, 1, alone);
+                check(are_equal(out[i] + row, alone, m->rows - row < MC_TILE ? m->rows - row : MC_TILE),
+                      level, "another product among many");
+            }
+    }
+    is_out_of_memory = 0;
+}
+
+/* Floats: bits are the generic level's; the others add in other orders. */
+static void test_floats(int codes, const char *name, int flags)
+{
+    static float values[MOST_ROWS * MOST_COLUMNS], rows[NUM_INPUTS][MOST_COLUMNS];
+    const uint8_t *inputs[1] = {(const uint8_t *)rows[0]};
+    /* A stretch of sums, and a part of one that is no vector. */
+    mc_matrix m = matrix_of(codes, MC_F32, flags, 37, 350, 32);
     snprintf(what, sizeof what, "floats %s", name);
-    memset(input, 0, sizeof input);
-    fill_input(input, m.columns, 0);
+    memset(rows, 0, sizeof rows);
+    for (int i = 0; i < NUM_INPUTS; i++)
+        fill_input(rows[i], m.columns, 0);
     if (codes == MC_E4M3) {
-        mc_expansion expansion = {.level = levels[0], .matrix = m, .out = {(uint8_t *)values, 400, 0}};
+        mc_expansion expansion = {
+            .level = levels[0], .matrix = m, .out = {(uint8_t *)values, m.columns * 4, MC_X_F32}};
         fill_form(&m, form);
         mc_expand(&expansion, 1);
     } else {
@@ -250,20 +275,22 @@ static void test_floats(int codes, const char *name)
             values[i] = number_at(form, codes, (int)i);
         }
     }
-    for (int l = 0; l < num_levels; l++)
+    for (int l = 0; l < num_levels; l++) {
+        check(mc_input_type(levels[l], MC_X_F32, &m) == MC_X_F32, levels[l], "integer inputs");
         for (int64_t row = 0; row < m.rows; row++) {
             float out[MC_TILE];
-            check(mc_input_type(levels[l], MC_X_F32, &m) == MC_X_F32, levels[l], "integer inputs");
             double right = 0, size = 0;
             mc_tile_of(levels[l], MC_X_F32, &m)(&m, row / MC_TILE * MC_TILE, inputs, 1, out);
             for (int64_t k = 0; k < m.columns; k++) {
-                right += (double)values[row * m.columns + k] * input[k];
-                size += fabs((double)values[row * m.columns + k] * input[k]);
+                right += (double)values[row * m.columns + k] * rows[0][k];
+                size += fabs((double)values[row * m.columns + k] * rows[0][k]);
             }
             check(fabs(out[row % MC_TILE] - right) <= 1e-6 * size, levels[l], "another product");
             if (!l)
                 add_floats(out + row % MC_TILE, 1);
         }
+        test_many(&m, levels[l], rows);
+    }
     print_sum();
 }
 
@@ -289,10 +316,11 @@ int main(int num_arguments, char **arguments)
 #define ORDER(name, text, ...) test_order(MC_##name, text);
     MC_ORDERS(ORDER)
     test_activations();
-    test_floats(MC_F32, "f32");
-    test_floats(MC_F16, "f16");
-    test_floats(MC_BF16, "bf16");
-    test_floats(MC_E4M3, "e4m3");
+    test_floats(MC_F32, "f32", 0);
+    test_floats(MC_F16, "f16", 0);
+    test_floats(MC_BF16, "bf16", 0);
+    test_floats(MC_E4M3, "e4m3", 0);
+    test_floats(MC_E4M3, "e4m3 pairs", MC_PAIRS);
     test_threads();
     test_experts();
     return 0;

@@ -1,6 +1,8 @@
 """Prompts that a program reads: near the modules' own, and the same bits however they are cut."""
 
 import copy
+import json
+import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +29,6 @@ from moecache.decoding.program_texts import ProgramTexts  # noqa: E402
 from moecache.decoding.sampler import Sampler  # noqa: E402
 from moecache.decoding.streams import TokenTimes  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
-    _current,
     _decoding,
     _layer_experts,
     continuing,
@@ -52,16 +53,15 @@ NAMES = (
 PART = 24
 
 
-@pytest.fixture(name="whole_numbers")
-def _whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a program read prompts of experts of any format, in parts of a few tokens."""
-    monkeypatch.setattr(_current, "takes_integers", lambda _: True)
+@pytest.fixture(name="short_parts")
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a program read prompts in parts of a few tokens."""
     monkeypatch.setattr(_decoding, "PROMPT_TOKENS", PART)
     monkeypatch.setattr("moecache.decoding.program_model.PROMPT_TOKENS", PART)
 
 
 @pytest.fixture(name="model", params=["qwen3_moe", "qwen3_5_moe", "nemotron_h", "exaone_moe"])
-def _model(request: pytest.FixtureRequest, tmp_path: Path, whole_numbers: None) -> Iterator[Any]:
+def _model(request: pytest.FixtureRequest, tmp_path: Path, short_parts: None) -> Iterator[Any]:
     """Return a model that a program computes, a quarter of its experts in slots."""
     model = load_in_slots(written(request.param, tmp_path), compute="fast")
     with model.moecache, torch.no_grad():
@@ -131,7 +131,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_is_what_its_own_forward_makes_of_it(
-    tmp_path: Path, whole_numbers: None, name: str
+    tmp_path: Path, short_parts: None, name: str
 ) -> None:
     """Logits of all tokens and the cache; with the same bits in any slots, threads and parts."""
     path, ids = written(name, tmp_path), tokens_of(61)
@@ -163,7 +163,7 @@ def test_a_prompt_is_what_its_own_forward_makes_of_it(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "exaone_moe", *STATEFUL])
 def test_a_cache_has_the_form_that_modules_give_it(
-    tmp_path: Path, whole_numbers: None, name: str
+    tmp_path: Path, short_parts: None, name: str
 ) -> None:
     """In bfloat16: dtypes and shapes; and one made without a configuration."""
     model = load_in_slots(written(name, tmp_path, "bfloat16"), compute="fast")
@@ -180,7 +180,7 @@ def test_a_cache_has_the_form_that_modules_give_it(
         assert forms[0] == forms[1]
 
 
-def test_a_cache_without_layers_gets_some(qwen3_moe: Path, whole_numbers: None) -> None:
+def test_a_cache_without_layers_gets_some(qwen3_moe: Path, short_parts: None) -> None:
     """As modules append one after the other; a call without a cache returns one."""
     from transformers import DynamicCache
 
@@ -265,7 +265,7 @@ def test_texts_have_the_tokens_of_generate(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "exaone_moe", "deepseek_v3"])
-def test_a_conversation_is_read_once(tmp_path: Path, whole_numbers: None, name: str) -> None:
+def test_a_conversation_is_read_once(tmp_path: Path, short_parts: None, name: str) -> None:
     """A turn finds the pages of those before it, its answers' too, with the bits that it has."""
     model = load_in_slots(written(name, tmp_path), compute="fast")
     with model.moecache, torch.no_grad():
@@ -333,13 +333,25 @@ def test_a_model_that_changes_is_not_gone_on_with(model: Any) -> None:
     decoded.read([8], cache)
 
 
-def test_experts_of_numbers_have_prompts_of_their_modules(qwen3_moe: Path) -> None:
-    """Which multiply 16 bits by 16 bits: faster where processors have it."""
-    model = load_in_slots(qwen3_moe, compute="fast")
-    with model.moecache:
-        assert model.moecache.decoder.is_ready()
-        assert not model.moecache.decoder.reads_prompts()
-        assert decoded_model(model) is None
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
+def test_bfloat16_is_multiplied_by_bfloat16(tmp_path: Path, short_parts: None, name: str) -> None:
+    """With the same bits in any slots, threads and parts; as near to float32 as its modules are."""
+    path, ids = written(name, tmp_path, "bfloat16"), tokens_of(61)
+    found = []
+    with torch.no_grad():
+        for memory, threads, cuts in (("100%", 1, ()), ("100%", 2, (17, 40)), (None, 1, (1, 2))):
+            with computing(threads=threads):
+                model = load_in_slots(path, memory, compute="fast")
+                with model.moecache:
+                    assert model.moecache.decoder.reads_prompts(), model.moecache.decoder.reason
+                    logits, cache = read(model, ids, cuts)
+                    found.append([logits, *held(cache)])
+        family = {**MORE_FAMILIES, **FAMILIES}[name]
+        own = load_whole(family, path, "bfloat16")(ids).logits
+        exact = load_whole(family, path)(ids).logits
+    assert all(same(one, found[0]) for one in found)
+    off, of_modules = ((logits - exact).norm() / exact.norm() for logits in (found[0][0], own))
+    assert off < 1.2 * of_modules
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -402,12 +414,17 @@ def test_copies_of_a_cache_go_their_own_ways(model: Any) -> None:
 
 
 def test_inspect_says_how_prompts_go(
-    integers: Path, qwen3_moe: Path, capsys: pytest.CaptureFixture[str]
+    integers: Path, qwen3_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of integers by the program, of numbers by the modules."""
-    assert cli.main(["inspect", str(integers)]) == 0
-    assert "one compiled call each; prompts in parts, a call each" in capsys.readouterr().out
-    assert cli.main(["inspect", str(qwen3_moe)]) == 0
+    """By the program, unless angles depend on a text's length."""
+    for path in (integers, qwen3_moe):
+        assert cli.main(["inspect", str(path)]) == 0
+        assert "one compiled call each; prompts in parts, a call each" in capsys.readouterr().out
+    shutil.copytree(qwen3_moe, tmp_path, dirs_exist_ok=True)
+    config = json.loads((qwen3_moe / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["inspect", str(tmp_path)]) == 0
     found = capsys.readouterr().out
     assert "one compiled call each" in found
     assert "prompts" not in found
@@ -415,7 +432,7 @@ def test_inspect_says_how_prompts_go(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "exaone_moe", "qwen3_5_moe"])
 def test_what_modules_began_goes_on_after_a_failure(
-    tmp_path: Path, whole_numbers: None, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, short_parts: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A padded batch by modules, a prompt that fails, again, and a token; and an empty cache."""
     model = load_in_slots(written(name, tmp_path), compute="fast")
@@ -457,7 +474,7 @@ def test_what_modules_began_goes_on_after_a_failure(
 
 
 def test_caches_and_answers_of_other_kinds_are_the_modules(
-    qwen3_moe: Path, whole_numbers: None
+    qwen3_moe: Path, short_parts: None
 ) -> None:
     """A subclass of transformers' cache, none at all, and tuples."""
     from transformers import DynamicCache

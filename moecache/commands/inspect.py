@@ -16,7 +16,6 @@ from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.cuda import check_experts
 from moecache.decoding.families import has_kernels, has_recipe
 from moecache.errors import ConfigError, StoreError
-from moecache.kernels.forms import takes_integers
 from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
@@ -120,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu is None and kind:
         is_called = has_recipe(kind, has_output_rows=has_rows)
         way = "one compiled call each" if is_called else "the model's modules: no recipe"
-        if is_called and takes_integers(planned.layout) and _turns_alike(store.config):
+        if is_called and _turns_alike(store.config):
             way += "; prompts in parts, a call each"
         console.print(f"tokens of {kind}: {way}")
     if gpu is None and planned.capacity < planned.num_experts and is_computed:

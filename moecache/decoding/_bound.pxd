@@ -107,6 +107,8 @@ cdef struct Layer:
 cdef class Bound:
     cdef Layer *layers
     cdef int64_t num_layers, hidden_size, top_k
+    # What weights of numbers are multiplied by, where the processor has such products.
+    cdef int product_type
     # Numbers of an expert's input.
     cdef int64_t expert_size
     # Angles of a position, of all layers.

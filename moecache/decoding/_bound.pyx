@@ -68,6 +68,7 @@ cdef class Bound:
         cdef int64_t i
         self.cache, self.owners = cache, []
         self.num_layers, self.hidden_size = len(recipe.layers), recipe.hidden_size
+        self.product_type = _INPUTS.index(recipe.product_type)
         self.embedding_scale, self.logits_scale = recipe.embedding_scale, recipe.logits_scale
         self.layers = <Layer *>calloc(max(1, self.num_layers), sizeof(Layer))
         if self.layers == NULL:

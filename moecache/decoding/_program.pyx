@@ -55,6 +55,8 @@ cdef class Program:
         Results of each (token, choice) pair, before their sum.
     num_resident : int
         Layers of this call whose experts were all resident.
+    product_type : str
+        The recipe's.
 
     Raises
     ------
@@ -65,6 +67,7 @@ cdef class Program:
 
     cdef readonly cnp.ndarray hidden, normed, given, ids, rows
     cdef readonly int64_t num_resident
+    cdef readonly str product_type
     cdef object recipe
     cdef Bound bound
     cdef Workspace workspace
@@ -79,6 +82,7 @@ cdef class Program:
         if not 1 <= max_rows <= 1 << 20:
             raise ConfigError(f"a program has no {max_rows} rows")
         self.recipe, self.bound = recipe, Bound(recipe, cache)
+        self.product_type = recipe.product_type
         self.workspace = Workspace(self.bound, max_rows)
         self.context = Context(self.workspace)
         self.routed = Routed(cache, self.context)

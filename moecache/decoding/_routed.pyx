@@ -149,17 +149,17 @@ cdef class Routed:
         """Write the rows of the pairs that lie behind one another, expert by expert."""
         cdef mc_experts e = layer.experts
         cdef int64_t i, filled, written, num = self.offsets[num_experts]
-        cdef int part
+        cdef int part, by = w.bound.product_type
         e.level = level_in_use()
         e.slots, e.offsets, e.pairs = self.some, self.offsets, self.pairs
         e.num_experts = num_experts
         e.out.data = <uint8_t *>w.rows
         e.out.row_bytes = w.expert_size * 4
         e.out.type = MC_X_F32
-        e.hidden_type = mc_input_type(e.level, MC_X_F32, &e.down.first)
+        e.hidden_type = mc_input_type(e.level, by, &e.down.first)
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
         for part in range(e.num_ups):
-            e.input_types[part] = mc_input_type(e.level, MC_X_F32, &e.up[part].first)
+            e.input_types[part] = mc_input_type(e.level, by, &e.up[part].first)
             e.inputs[part] = self.inputs + part * num
             if part and mc_are_alike(&e.up[0].first, &e.up[1].first):
                 e.inputs[1] = self.inputs

@@ -164,7 +164,9 @@ cdef class Workspace:
         product.out.type = MC_X_F32
         product.bias = linear.bias
         product.num_inputs = num
-        product.input_type = mc_input_type(product.level, MC_X_F32, &linear.matrix)
+        product.input_type = mc_input_type(
+            product.level, self.bound.product_type, &linear.matrix
+        )
         if before == NULL or not mc_are_alike(&before.matrix, &linear.matrix):
             self.take(&linear.matrix, product.input_type, given, num)
         product.inputs = self.taken

@@ -187,6 +187,10 @@ class Recipe:
         Divides logits.
     cap : float, optional
         Logits are cap * tanh(logits / cap).
+    product_type : {"f32", "bf16"}, default "f32"
+        What weights that are numbers are multiplied by, where the processor has such products:
+        "bf16" rounds inputs. All else is float32, and weights of integers are multiplied by
+        integers.
     """
 
     hidden_size: int
@@ -196,3 +200,4 @@ class Recipe:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     cap: float | None = None
+    product_type: str = "f32"

@@ -30,7 +30,12 @@ class Experts:
     @property
     def owner(self) -> object: ...
     def inputs(
-        self, inputs: int, input_type: str, num_tokens: int, input_row_bytes: int
+        self,
+        inputs: int,
+        input_type: str,
+        num_tokens: int,
+        input_row_bytes: int,
+        product_type: str | None = None,
     ) -> Inputs: ...
     def compute(
         self,

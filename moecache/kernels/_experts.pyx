@@ -108,7 +108,8 @@ cdef class Experts:
         _set_bias(&self.experts.down.bias, down_bias)
 
     def inputs(
-        self, uintptr_t inputs, str input_type, int64_t num_tokens, int64_t input_row_bytes
+        self, uintptr_t inputs, str input_type, int64_t num_tokens, int64_t input_row_bytes,
+        str product_type=None
     ):
         """Return a step's hidden states as `compute` takes them, for all waves of the step.
 
@@ -122,6 +123,9 @@ cdef class Experts:
         num_tokens : int
         input_row_bytes : int
             From a row to the next.
+        product_type : {"f32", "bf16"}, optional
+            What weights that are numbers are multiplied by, where the processor has such products;
+            "bf16" rounds inputs and activations. By default what inputs are.
 
         Raises
         ------
@@ -130,14 +134,16 @@ cdef class Experts:
         """
         cdef Inputs found = Inputs.__new__(Inputs)
         cdef int given = _INPUTS.index(input_type)
+        cdef int meant = given if product_type is None else _INPUTS.index(product_type)
         num_tokens = max(0, num_tokens)
         found.fill(
-            <const uint8_t *>inputs, given, num_tokens, input_row_bytes, &self.experts.up[0].first
+            <const uint8_t *>inputs, given, meant, num_tokens, input_row_bytes,
+            &self.experts.up[0].first
         )
         if not self.multiplies_alike:
             found.more = Inputs.__new__(Inputs)
             found.more.fill(
-                <const uint8_t *>inputs, given, num_tokens, input_row_bytes,
+                <const uint8_t *>inputs, given, meant, num_tokens, input_row_bytes,
                 &self.experts.up[1].first
             )
         return found
@@ -200,10 +206,10 @@ cdef class Experts:
         e.out.data = <uint8_t *>out
         e.out.row_bytes = out_row_bytes
         e.out.type = _INPUTS.index(out_type)
-        e.hidden_type = mc_input_type(level, inputs.given, &e.down.first)
+        e.hidden_type = mc_input_type(level, inputs.meant, &e.down.first)
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
         for part in range(e.num_ups):
-            e.input_types[part] = mc_input_type(level, inputs.given, &e.up[part].first)
+            e.input_types[part] = mc_input_type(level, inputs.meant, &e.up[part].first)
             of_part = inputs if part == 0 or self.multiplies_alike else inputs.more
             if (
                 of_part is None or of_part.wanted != e.input_types[part]

@@ -10,9 +10,10 @@ cdef class Inputs:
     cdef Inputs more
     cdef uint8_t *scratch
     cdef int64_t row_bytes, num, columns
-    cdef int given, wanted, codes
+    # What products are chosen by, and what this one multiplies.
+    cdef int meant, wanted, codes
     cdef int fill(
-        self, const uint8_t *inputs, int given, int64_t num, int64_t row_bytes,
+        self, const uint8_t *inputs, int given, int meant, int64_t num, int64_t row_bytes,
         const mc_matrix *matrix
     ) except -1
 

@@ -34,25 +34,28 @@ cdef class Inputs:
         free(self.scratch)
 
     cdef int fill(
-        self, const uint8_t *inputs, int given, int64_t num, int64_t row_bytes,
+        self, const uint8_t *inputs, int given, int meant, int64_t num, int64_t row_bytes,
         const mc_matrix *matrix
     ) except -1:
-        """Point to `num` rows of a type, or to their values as a matrix multiplies them."""
+        """Point to `num` rows, or to their values as a matrix multiplies them.
+
+        They are `given` as one type and multiplied as those of another, the same or narrower.
+        """
         cdef int64_t nbytes
         cdef mc_conversion conversion
         cdef const mc_level *level = level_in_use()
-        self.given, self.wanted = given, mc_input_type(level, given, matrix)
+        self.meant, self.wanted = meant, mc_input_type(level, meant, matrix)
         self.codes, self.columns, self.num = matrix.codes, matrix.columns, num
         self.first, self.row_bytes = inputs, row_bytes
         nbytes = mc_input_row_bytes(self.wanted, mc_input_columns(matrix))
-        if self.given == self.wanted and mc_input_columns(matrix) == matrix.columns:
+        if given == self.wanted and mc_input_columns(matrix) == matrix.columns:
             return 0
         self.scratch = <uint8_t *>malloc(max(1, self.num * nbytes))
         if self.scratch == NULL:
             raise MemoryError(f"no memory for {self.num} inputs of {matrix.columns} numbers")
         conversion.level, conversion.matrix, conversion.inputs = level, matrix, inputs
         conversion.row_bytes, conversion.num = row_bytes, self.num
-        conversion.given, conversion.wanted = self.given, self.wanted
+        conversion.given, conversion.wanted = given, self.wanted
         conversion.out, conversion.out_bytes = self.scratch, nbytes
         with nogil:
             run_conversion(&conversion)

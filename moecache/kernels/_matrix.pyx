@@ -161,6 +161,7 @@ cdef class Matrix:
         cdef Inputs given
         cdef Rows found
         cdef int64_t i
+        cdef int kind = _INPUTS.index(input_type)
         if num <= 0:
             return
         memset(&product, 0, sizeof(product))
@@ -173,9 +174,7 @@ cdef class Matrix:
         product.bias.type = _INPUTS.index(bias_type)
         product.num_inputs = num
         given = Inputs.__new__(Inputs)
-        given.fill(
-            <const uint8_t *>inputs, _INPUTS.index(input_type), num, input_row_bytes, &self.matrix
-        )
+        given.fill(<const uint8_t *>inputs, kind, kind, num, input_row_bytes, &self.matrix)
         product.input_type = given.wanted
         found = Rows(num)
         for i in range(num):

@@ -39,8 +39,10 @@ static void mc_convert(const mc_level *level, const uint8_t *from, int given, in
     }
     if (given == wanted)
         memcpy(to, from, (size_t)(columns * bytes));
-    else
+    else if (wanted == MC_X_F32)
         mc_to_f32(from, given, columns, (float *)to);
+    else
+        mc_from_f32((const float *)from, columns, wanted, to);
     memset(to + mc_input_row_bytes(wanted, columns), 0, (size_t)mc_input_row_bytes(wanted, rest));
 }
 

@@ -68,20 +68,6 @@ def default_compute(layout: ExpertLayout) -> str:
     return "fast" if formats and all(map(has_form, formats)) else "torch"
 
 
-def takes_integers(layout: ExpertLayout) -> bool:
-    """Return whether all experts are multiplied as integers: inputs of any dtype are as fast."""
-    roles = [role for roles in layout.layers for role in roles if not role.name.endswith("_bias")]
-    return all(map(_takes_integers, {role.format for role in roles}))
-
-
-def _takes_integers(name: str) -> bool:
-    if not has_form(name):
-        return False
-    known = find_format(name)
-    each = known.formats if isinstance(known, StackedFormat) else (known,)
-    return all(one.form is not None and one.form.codes != "e4m3" for one in each)
-
-
 @functools.cache
 def tiler(name: str, rows: int, columns: int) -> "Tiler | Repacker | StackedTiler":
     """Return what makes the compute form of matrices of one format and one shape.

@@ -117,7 +117,9 @@ class TextModel(ProgramModel):
             steps.compute_token(number, program.ids[:1], program.compute, names)
             return
         width = program.given.shape[1]
-        given = kernel.inputs_at(program.given.ctypes.data, "f32", num, 4 * width)
+        given = kernel.inputs_at(
+            program.given.ctypes.data, "f32", num, 4 * width, program.product_type
+        )
         into = program.rows.ctypes.data, "f32", 4 * width
         ids = program.ids[:num]
         waves = steps.waves(number, ids, sequences=names)

@@ -21,7 +21,6 @@ from moecache.integrations.transformers.recipes import (
     read_recipe,
 )
 from moecache.kernels import SlotKernel
-from moecache.kernels.forms import takes_integers
 from moecache.runtime.runtime import ExpertRuntime
 
 if TYPE_CHECKING:
@@ -136,10 +135,7 @@ class Current:
             reading,
             program,
             rotary,
-            model.dtype in TYPES
-            and rotary.is_static
-            and model.config.model_type not in NOT_CAUSAL
-            and takes_integers(self._runtime.layout),
+            model.dtype in TYPES and rotary.is_static and model.config.model_type not in NOT_CAUSAL,
             are_rows_apart(model, reading.recipe, experts),
         )
         return self.last

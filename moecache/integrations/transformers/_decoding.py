@@ -44,8 +44,8 @@ _NUM_NAMES = 1 << 30
 class Decoder:
     """Computes new tokens by a program, in the place of a model's forward.
 
-    A few behind a cache, and prompts of models whose experts are of integers. What it does not take
-    is computed as before: caches of other kinds, gradients, hooks, arguments that it does not know.
+    A few behind a cache, and prompts. What it does not take is computed as before: caches of other
+    kinds, gradients, hooks, arguments that it does not know.
 
     Parameters
     ----------

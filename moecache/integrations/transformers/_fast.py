@@ -92,11 +92,13 @@ def fast_rows(
     *,
     sequences: np.ndarray | None = None,
     rows: torch.Tensor | None = None,
+    product_type: str | None = None,
 ) -> tuple[torch.Tensor, int]:
     """Return each (token, choice) pair's row, float32, and how many experts were computed.
 
     `sequences` names each token's, as `ExpertRuntime.waves` takes them. `rows`, float32
     [num_tokens * top_k, hidden_size], is where rows are written, if they come from here.
+    `product_type` is what `Experts.inputs` takes.
     """
     num_tokens, top_k = ids.shape
     kind, width, chosen = TYPES[hidden.dtype], hidden.shape[1], ids.cpu().numpy()
@@ -107,7 +109,9 @@ def fast_rows(
     else:
         exchange = Exchange(ranks, layer, chosen, width, torch.float32, hidden.device)
         rows = exchange.rows
-    source = kernel.inputs_at(hidden.data_ptr(), kind, num_tokens, width * hidden.element_size())
+    source = kernel.inputs_at(
+        hidden.data_ptr(), kind, num_tokens, width * hidden.element_size(), product_type
+    )
     target = rows.data_ptr(), "f32", width * 4
     num_experts = 0
     with nullcontext() if exchange is None else exchange:

@@ -66,7 +66,15 @@ class LayerExperts:
         ids = torch.from_numpy(program.ids[:num_rows])
         into = torch.from_numpy(program.rows[: ids.numel()])
         rows, num_experts = fast_rows(
-            self._runtime, number, kernel, hidden, ids, layer.ranks, sequences=names, rows=into
+            self._runtime,
+            number,
+            kernel,
+            hidden,
+            ids,
+            layer.ranks,
+            sequences=names,
+            rows=into,
+            product_type=program.product_type,
         )
         if rows is not into:
             into.copy_(rows)

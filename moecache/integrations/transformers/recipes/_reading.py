@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from moecache.decoding.embedding import Embed
@@ -127,6 +128,8 @@ def read_recipe(
         float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
         float(weights.number(config, family.logits)) if family.logits else 1.0,
         weights.number(config, family.cap) if family.cap else None,
+        # What such a model's modules round, and more: hidden states stay float32 between products.
+        "bf16" if model.dtype == torch.bfloat16 else "f32",
     )
     embed = embedding_of(embedding, weights)
     return Reading(recipe, weights, embed, turns.module, turns.width)

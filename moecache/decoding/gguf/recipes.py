@@ -1,7 +1,6 @@
 """Recipes of GGUF files: what a file's layers compute, read from its metadata and tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,33 +8,15 @@ import numpy as np
 from moecache.decoding.families import Family
 from moecache.decoding.gguf import _softmax
 from moecache.decoding.gguf._architecture import Architecture
-from moecache.decoding.gguf._facts import LATENT_EPSILON, Facts, NoTextModelError
+from moecache.decoding.gguf._facts import Facts, NoTextModelError
 from moecache.decoding.gguf._known import KNOWN, family_of
+from moecache.decoding.gguf._layers import LayerReader
 from moecache.decoding.gguf._metadata import Metadata
-from moecache.decoding.gguf._stateful import read_stateful
-from moecache.decoding.gguf._tensors import (
-    BESIDE_NORMS,
-    FACTORS,
-    check_tensors,
-    correction_of,
-    trunk_names,
-)
+from moecache.decoding.gguf._tensors import FACTORS, check_tensors, trunk_names
 from moecache.decoding.gguf.angles import frequencies
 from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk
-from moecache.decoding.recipe import (
-    Attending,
-    Attention,
-    Beside,
-    FeedForward,
-    LatentAttention,
-    Layer,
-    Norm,
-    Recipe,
-    Rotation,
-    Router,
-)
+from moecache.decoding.recipe import Recipe
 from moecache.decoding.room import room_behind
-from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel
 from moecache.sizing.headroom import STATE_PLACES
 from moecache.stores import GgufStore
@@ -190,163 +171,15 @@ class FileModel:
         """
         blocks = range(self.num_layers)
         head = EMBEDDING.removesuffix(".weight") if self.is_tied else "output"
+        reader = LayerReader(self.facts, trunk, self._pairs)
         return Recipe(
             self.facts.hidden_size,
-            tuple(self._layer(trunk, block, kernel_of) for block in blocks),
-            self._norm(trunk, f"{self.facts.known.out_norm}.weight"),
+            tuple(reader.layer(block, kernel_of) for block in blocks),
+            reader.norm(self.facts.known.out_norm),
             trunk.linear(head),
             self.facts.embedding_scale,
             float(self.settings.get("logits_scaling", 1.0)),
             self.settings.get("final_logit_softcapping"),
-        )
-
-    def _norm(self, trunk: Trunk, name: str) -> Norm:
-        return trunk.norm(name, self.facts.epsilon)
-
-    def _layer(
-        self, trunk: Trunk, block: int, kernel_of: Callable[[int], tuple[int, SlotKernel]]
-    ) -> Layer:
-        at, facts = f"blk.{block}", self.facts
-        router, experts, number, forward, latents = None, None, -1, None, None
-        has_attention, has_forward = True, facts.has_forward(block)
-        before = behind = self._norm(trunk, f"{at}.attn_norm.weight")
-        if facts.family.is_single:
-            has_attention = not has_forward
-        else:
-            behind = self._norm(trunk, f"{at}.{facts.known.forward_norm}.weight")
-        if has_forward and facts.is_dense(block):
-            forward = self._feed_forward(trunk, at, "")
-        elif has_forward:
-            number, kernel = kernel_of(block)
-            experts, router = kernel.experts, self._router(trunk, at)
-            if facts.latent_size:
-                down, up = (trunk.linear(f"{at}.ffn_latent_{one}") for one in ("down", "up"))
-                latents = down, up
-            if facts.family.is_beside:
-                forward = self._feed_forward(trunk, at, "")
-            elif facts.shared_width:
-                forward = self._feed_forward(trunk, at, "_shexp")
-        return Layer(
-            before if has_attention else None,
-            self._attending(trunk, block) if has_attention else None,
-            behind if has_forward else None,
-            forward,
-            router,
-            experts,
-            number,
-            latents,
-            float(self.settings.get("residual_multiplier", 1.0)),
-            **(self._beside(trunk, at) if facts.family.is_beside else {}),
-        )
-
-    def _beside(self, trunk: Trunk, at: str) -> dict[str, Any]:
-        """Return what a layer has that has a feed-forward beside its experts."""
-        norms = [self._norm(trunk, f"{at}.{name}.weight") for name in BESIDE_NORMS]
-        attention_out, forward_out, experts, experts_out, both_out = norms
-        scale = np.float32(self.facts.hidden_size**-0.5)
-        router = replace(experts, weight=trunk.numbers(f"{at}.ffn_gate_inp.scale") * scale)
-        return {
-            "attention_out": attention_out,
-            "forward_out": both_out,
-            "beside": Beside(router, experts, forward_out, experts_out),
-            "factor": float(trunk.numbers(f"{at}.layer_output_scale.weight")[0]),
-        }
-
-    def _router(self, trunk: Trunk, at: str) -> Router:
-        facts, family = self.facts, self.facts.family
-        name, weight = correction_of(trunk, at), f"{at}.ffn_gate_inp.weight"
-        correction = None if name is None else trunk.numbers(name)
-        for tensor in filter(None, (name, weight)):
-            # An expert whose score is none would be chosen always by torch, and never here.
-            values = trunk.numbers(tensor)
-            if values.dtype == np.float32 and np.isnan(values.sum()):
-                raise ConfigError(
-                    f"{tensor} has values that are no numbers; download the file again"
-                )
-        num_groups, num_kept = facts.groups
-        return Router(
-            trunk.linear(f"{at}.ffn_gate_inp"),
-            facts.top_k,
-            family.scores,
-            correction,
-            num_groups,
-            num_kept,
-            family.num_best,
-            is_normalized=facts.is_normalized,
-            least=family.least,
-            floor=facts.floor,
-            scale=facts.experts_scale,
-            expert_scales=trunk.numbers(f"{at}.ffn_down_exps.scale")
-            if facts.family.is_beside
-            else None,
-        )
-
-    def _feed_forward(self, trunk: Trunk, at: str, suffix: str) -> FeedForward:
-        """Return the feed-forward of all tokens, or of a layer without experts."""
-        known = self.facts.known
-        gate, up, down = (f"{at}.ffn_{part}{suffix}" for part in ("gate", "up", "down"))
-        has_weight = suffix and self.facts.family.shared_weight is not None
-        return FeedForward(
-            trunk.linear(gate) if known.has_gates else None,
-            trunk.linear(up),
-            trunk.linear(down),
-            known.gate.get("activation", "silu"),
-            trunk.linear(f"{at}.ffn_gate_inp{suffix}") if has_weight else None,
-        )
-
-    def _attending(self, trunk: Trunk, block: int) -> Attending:
-        if self.facts.is_linear(block):
-            return read_stateful(self.facts, trunk, f"blk.{block}")
-        if self.facts.rank is not None:
-            return self._latents(trunk, block)
-        return self._attention(trunk, block)
-
-    def _attention(self, trunk: Trunk, block: int) -> Attention:
-        at, facts = f"blk.{block}", self.facts
-        family, heads = facts.family, facts.heads(block)
-        norms = [f"{at}.attn_{part}_norm.weight" for part in "qk"]
-        query, key = (self._norm(trunk, name) if name in trunk else None for name in norms)
-        return Attention(
-            trunk.linear(f"{at}.attn_q"),
-            trunk.linear(f"{at}.attn_k"),
-            trunk.linear(f"{at}.attn_v") if facts.has_values(block) else None,
-            trunk.linear(f"{at}.attn_output"),
-            num_heads=facts.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            width=heads.width,
-            value_width=heads.value_width,
-            scale=facts.scale(block),
-            rotation=Rotation(heads.turned, self._pairs, heads.first_angle),
-            query_norm=query,
-            key_norm=key,
-            value_norm=self._plain_norm(heads.value_width) if facts.family.is_beside else None,
-            has_late_norms=family.has_late_norms,
-            clip=None if family.clip is None else self.settings.get(family.clip),
-            sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
-            window=facts.window(block),
-            is_gated=family.is_gated,
-        )
-
-    def _plain_norm(self, width: int) -> Norm:
-        return Norm(np.ones(width, np.float32), self.facts.epsilon)
-
-    def _latents(self, trunk: Trunk, block: int) -> LatentAttention:
-        at, facts = f"blk.{block}", self.facts
-        heads = facts.heads(block)
-        has_low = facts.low_rank is not None
-        return LatentAttention(
-            trunk.linear(f"{at}.attn_q_b" if has_low else f"{at}.attn_q"),
-            trunk.linear(f"{at}.attn_kv_a_mqa"),
-            trunk.norm(f"{at}.attn_kv_a_norm.weight", LATENT_EPSILON),
-            trunk.expansion(at, facts.num_heads),
-            trunk.linear(f"{at}.attn_output"),
-            num_heads=facts.num_heads,
-            width=heads.width - heads.turned,
-            value_width=heads.value_width,
-            scale=facts.scale(block),
-            rotation=Rotation(heads.turned, self._pairs),
-            low=trunk.linear(f"{at}.attn_q_a") if has_low else None,
-            low_norm=trunk.norm(f"{at}.attn_q_a_norm.weight", LATENT_EPSILON) if has_low else None,
         )
 
     def _check(self) -> None:

@@ -108,6 +108,14 @@ def _sizes(layers: int) -> dict[str, dict[str, Any]]:
             "intermediate_size": 512,
             "shared_intermediate_size": 1024,
         },
+        "exaone-moe": {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "sliding_window": 128,
+            "num_experts": 64,
+            "intermediate_size": 2048,
+        },
         "lfm2moe": {
             "layer_types": ["full_attention" if one else "conv" for one in wide],
             "num_attention_heads": 16,

@@ -20,6 +20,8 @@ def _exaone_moe(config: Any) -> dict[str, Any]:
         "expert_shared_feed_forward_length": shared * config.moe_intermediate_size,
         "expert_weights_scale": float(config.routed_scaling_factor),
         "expert_weights_norm": config.norm_topk_prob,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
         "leading_dense_block_count": config.first_k_dense_replace,
         "rope.scaling.type": "none",
         "expert_gating_func": 2,

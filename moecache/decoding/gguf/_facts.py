@@ -275,6 +275,11 @@ class Facts:
         sees_all = self._kind(block) == _FULL
         return None if sees_all else self.settings.get("sliding_window")
 
+    def turned(self, block: int) -> int:
+        """Return how many numbers of a layer's queries and keys are turned by positions."""
+        is_still = self.family.turns_windows and self.window(block) is None
+        return 0 if is_still else self.heads(block).turned
+
     def _first(self, *names: str, usual: Any = _MISSING) -> Any:
         """Return the setting that goes by one of some names."""
         found = (self.settings[name] for name in names if name in self.settings)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.decoding.families import FAMILIES, Family
-from moecache.decoding.gguf import _gemma4, _lfm2, _linear, _mamba, _sigmoid, _softmax
+from moecache.decoding.gguf import _gemma4, _lfm2, _linear, _mamba, _sigmoid, _softmax, _windows
 from moecache.decoding.gguf._architecture import Architecture
 from moecache.decoding.gguf._metadata import Metadata
 
@@ -63,6 +63,7 @@ KNOWN: Mapping[str, Known] = {
     "deepseek2": Known(_sigmoid.deepseek2),
     "dots1": Known(_sigmoid.DOTS1, head_norms="each"),
     "ernie4_5-moe": Known(_sigmoid.ERNIE4_5_MOE),
+    "exaone-moe": Known(_windows.EXAONE_MOE, head_norms="each"),
     "gemma4": Known(
         _gemma4.GEMMA4,
         head_norms="each",

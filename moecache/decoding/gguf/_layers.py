@@ -162,7 +162,7 @@ class LayerReader:
             width=heads.width,
             value_width=heads.value_width,
             scale=facts.scale(block),
-            rotation=Rotation(heads.turned, self._pairs, heads.first_angle),
+            rotation=Rotation(facts.turned(block), self._pairs, heads.first_angle),
             query_norm=query,
             key_norm=key,
             value_norm=self._plain_norm(heads.value_width) if family.is_beside else None,

@@ -108,6 +108,15 @@ def _sizes(layers: int) -> dict[str, dict[str, Any]]:
             "intermediate_size": 512,
             "shared_intermediate_size": 1024,
         },
+        "afmoe": {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "sliding_window": 128,
+            "num_experts": 64,
+            "num_dense_layers": 1,
+            "intermediate_size": 2048,
+        },
         "exaone-moe": {
             "num_attention_heads": 16,
             "num_key_value_heads": 2,

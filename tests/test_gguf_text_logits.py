@@ -25,7 +25,7 @@ FAMILIES = [
     *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
     *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
     *("granitemoe shared", "granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe dense"),
-    *("nemotron_h_moe latent", "exaone-moe", GEMMA),
+    *("nemotron_h_moe latent", "exaone-moe", "afmoe", GEMMA),
 ]
 # transformers has a head of its own in these, whatever is said.
 UNTIED = ("nemotron_h_moe", "nemotron_h_moe dense", "nemotron_h_moe latent")
@@ -181,6 +181,7 @@ def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
         ("lfm2moe", {"_exps": "Q4_0", "_proj": "Q8_0", "attn_": "Q8_0", "": "BF16"}, True),
         ("nemotron_h_moe", {"_exps": "Q4_0", "ssm_in": "Q8_0", "_shexp": "Q8_0"}, False),
         ("exaone-moe", QUANTIZED, False),
+        ("afmoe", QUANTIZED, True),
     ],
     ids=str,
 )
@@ -189,7 +190,7 @@ def test_quantized_weights_are_those_of_the_file(
 ) -> None:
     """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
     settings = {"hidden_size": 64, "intermediate_size": 32, "tie_word_embeddings": is_tied}
-    if name.startswith(("deepseek2", "exaone", "gemma4", "glm4moe", "lfm2", "nemotron", "qwen3")):
+    if not name.startswith(("gpt-oss", "granite", "llama")):
         settings |= {"moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 32}
     _, metadata, tensors = parts_of(name, **settings)
     path = tmp_path / "model.gguf"
@@ -206,6 +207,7 @@ def test_quantized_weights_are_those_of_the_file(
     [
         *("gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe", GEMMA),
         *("granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe latent", "exaone-moe"),
+        "afmoe",
     ],
 )
 def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:

@@ -124,6 +124,14 @@ def test_what_a_family_has_is_there_and_nothing_else(
         ("exaone-moe", {"blk.1.attn_k_norm.weight": None}, "no tensor blk.1.attn_k_norm"),
         ("exaone-moe", {"blk.2.ffn_up_shexp.weight": None}, "no tensor blk.2.ffn_up_shexp"),
         ("exaone-moe", {"exaone-moe.attention.sliding_window": 1.5}, "window of 1 positions"),
+        ("afmoe", {"blk.1.attn_gate.weight": None}, "no tensor blk.1.attn_gate"),
+        ("afmoe", {"blk.1.post_ffw_norm.weight": None}, "no tensor blk.1.post_ffw_norm"),
+        (
+            "afmoe",
+            {"blk.3.attn_gate.weight": np.zeros((32, 32), np.float32)},
+            "attn_gate.weight is",
+        ),
+        ("afmoe", {"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "no tensor blk.0.attn_k.bias"),
         (GEMMA, {"blk.0.ffn_gate_inp.scale": None}, "no tensor blk.0.ffn_gate_inp.scale"),
         (GEMMA, {"rope_freqs.weight": np.ones(8, np.float32)}, "has other factors"),
     ],
@@ -133,6 +141,21 @@ def test_new_families_have_their_own_tensors_and_nothing_else(
 ) -> None:
     """Latents, states, two kinds of layers; a choice that is undefined."""
     check_refused(tmp_path, name, change, reason)
+
+
+def test_gates_are_of_the_type_of_the_queries_that_they_follow(tmp_path: Path) -> None:
+    """A matrix of both has one; and queries with a bias have none of gates."""
+    model, metadata, tensors = parts_of("afmoe")
+    write_gguf(tmp_path / "m.gguf", metadata, tensors, {"2.attn_gate": "BF16"})
+    with pytest.raises(NoTextModelError, match=r"blk\.2\.attn_gate in BF16 beside F32 runs with"):
+        open_text_model(tmp_path / "m.gguf")
+    for layer in range(model.config.num_hidden_layers):
+        for part in ("q", "k", "v", "output"):
+            rows = len(tensors[f"blk.{layer}.attn_{part}.weight"])
+            tensors[f"blk.{layer}.attn_{part}.bias"] = np.ones(rows, np.float32)
+    write_gguf(tmp_path / "m.gguf", metadata, tensors)
+    with pytest.raises(NoTextModelError, match="queries with a bias beside gates run with torch"):
+        open_text_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("name", ["exp_probs_b.bias", "ffn_gate_inp.weight"])

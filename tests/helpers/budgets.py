@@ -46,7 +46,7 @@ BUDGETS = {
     "tests/test_transformers_token_graph.py": 7,
     "tests/test_transformers_recipes.py": 7,
     "tests/test_cli_generate.py": 6,
-    "tests/test_gguf_text_logits.py": 6,
+    "tests/test_gguf_text_logits.py": 7,
     "tests/test_gpu_model.py": 6,
     "tests/test_cli.py": 5,
     "tests/test_docs_examples.py": 5,

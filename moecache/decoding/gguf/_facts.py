@@ -151,7 +151,8 @@ class Facts:
     @property
     def embedding_scale(self) -> float:
         """What multiplies embeddings."""
-        usual = self.hidden_size**0.5 if self.family.is_beside else 1.0
+        is_scaled = self.family.is_beside or self.settings.get("mup_enabled")
+        usual = self.hidden_size**0.5 if is_scaled else 1.0
         return float(self.settings.get("embedding_multiplier", usual))
 
     @property
@@ -231,7 +232,8 @@ class Facts:
     @property
     def experts_scale(self) -> float:
         """What multiplies experts' weights."""
-        return float(self._first("routed_scaling_factor", "router_scaling_factor", usual=1.0))
+        names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+        return float(self._first(*names, usual=1.0))
 
     def has_values(self, block: int) -> bool:
         """Return whether a layer's values are not its keys'."""

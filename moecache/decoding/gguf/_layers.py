@@ -83,8 +83,24 @@ class LayerReader:
             number,
             latents,
             float(facts.settings.get("residual_multiplier", 1.0)),
-            **(self._beside(at) if facts.family.is_beside else {}),
+            **self._norms(block),
         )
+
+    def _norms(self, block: int) -> dict[str, Any]:
+        """Return the norms of what a layer's parts give, and what comes with them."""
+        facts, at = self._facts, f"blk.{block}"
+        if facts.family.is_beside:
+            return self._beside(at)
+        if facts.known.part_norms is None:
+            return {}
+        attention_out, forward_out = (self.norm(f"{at}.{name}") for name in facts.known.part_norms)
+        found = {"attention_out": attention_out, "forward_out": forward_out}
+        if facts.is_dense(block):
+            return found
+        # Both are given the same, and neither's result has a norm before their sum has one.
+        given = self.norm(f"{at}.{facts.known.forward_norm}")
+        results: dict[str, Any] = {"forward_out": None, "experts_out": None}
+        return {**found, "beside": Beside(given, given, **results)}
 
     def _beside(self, at: str) -> dict[str, Any]:
         """Return what a layer has that has a feed-forward beside its experts."""
@@ -170,7 +186,7 @@ class LayerReader:
             clip=None if family.clip is None else facts.settings.get(family.clip),
             sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
             window=facts.window(block),
-            is_gated=family.is_gated,
+            is_gated=family.is_gated or bool(facts.known.gates),
         )
 
     def _plain_norm(self, width: int) -> Norm:

@@ -25,10 +25,10 @@ FAMILIES = [
     *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
     *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
     *("granitemoe shared", "granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe dense"),
-    *("nemotron_h_moe latent", "exaone-moe", "afmoe", GEMMA),
+    *("nemotron_h_moe latent", "exaone-moe", "afmoe", "phimoe", GEMMA),
 ]
-# transformers has a head of its own in these, whatever is said.
-UNTIED = ("nemotron_h_moe", "nemotron_h_moe dense", "nemotron_h_moe latent")
+# transformers has a head of its own in these, whatever is said; and a head's bias in PhiMoE.
+UNTIED = ("nemotron_h_moe", "nemotron_h_moe dense", "nemotron_h_moe latent", "phimoe")
 # With a length of training, so that pairs are kept, changed in part and changed.
 YARN = {
     "rope_type": "yarn",
@@ -106,6 +106,7 @@ def assert_near(path: Path, model: Any, new_cache: Any = None) -> None:
         ("granitehybrid", {"mamba_proj_bias": True, "position_embedding_type": "rope"}),
         ("lfm2moe", {"conv_bias": True, "conv_L_cache": 4, "num_dense_layers": 0}),
         ("lfm2moe", {"use_expert_bias": False, "routed_scaling_factor": 2.0}),
+        ("phimoe", {"attention_bias": False, "lm_head_bias": False, "sliding_window": 5}),
         ("exaone-moe", {"n_group": 2, "topk_group": 1, "num_shared_experts": 2}),
     ],
     ids=str,
@@ -182,6 +183,7 @@ def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
         ("nemotron_h_moe", {"_exps": "Q4_0", "ssm_in": "Q8_0", "_shexp": "Q8_0"}, False),
         ("exaone-moe", QUANTIZED, False),
         ("afmoe", QUANTIZED, True),
+        ("phimoe", QUANTIZED, False),
     ],
     ids=str,
 )
@@ -190,7 +192,7 @@ def test_quantized_weights_are_those_of_the_file(
 ) -> None:
     """Near the model of the dequantised weights: kernels round what they multiply to 8 bits."""
     settings = {"hidden_size": 64, "intermediate_size": 32, "tie_word_embeddings": is_tied}
-    if not name.startswith(("gpt-oss", "granite", "llama")):
+    if not name.startswith(("gpt-oss", "granite", "llama", "phimoe")):
         settings |= {"moe_intermediate_size": 32, "intermediate_size": 64, "kv_lora_rank": 32}
     _, metadata, tensors = parts_of(name, **settings)
     path = tmp_path / "model.gguf"

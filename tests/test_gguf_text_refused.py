@@ -132,6 +132,9 @@ def test_what_a_family_has_is_there_and_nothing_else(
             "attn_gate.weight is",
         ),
         ("afmoe", {"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "no tensor blk.0.attn_k.bias"),
+        ("phimoe", {"blk.1.ffn_norm.bias": None}, "no tensor blk.1.ffn_norm.bias"),
+        ("phimoe", {"output_norm.bias": None}, "no tensor output_norm.bias"),
+        ("phimoe", {"output.weight": None}, "tensor output.bias is none of this model's"),
         (GEMMA, {"blk.0.ffn_gate_inp.scale": None}, "no tensor blk.0.ffn_gate_inp.scale"),
         (GEMMA, {"rope_freqs.weight": np.ones(8, np.float32)}, "has other factors"),
     ],
@@ -176,6 +179,27 @@ def test_factors_of_a_rotation_are_those_of_the_family(tmp_path: Path) -> None:
     open_text_model(tmp_path / "m.gguf").close()
 
 
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 1e-30, np.inf, np.nan])
+@pytest.mark.parametrize("part", ["short", "long"])
+def test_factors_of_waves_are_numbers_above_zero(tmp_path: Path, part: str, factor: float) -> None:
+    """None makes an angle that is no number."""
+    _, metadata, tensors = parts_of("phimoe")
+    tensors[f"rope_factors_{part}.weight"][2] = factor
+    write_gguf(tmp_path / "m.gguf", metadata, tensors)
+    with pytest.raises(ConfigError, match=f"rope_factors_{part}.weight"):
+        open_text_model(tmp_path / "m.gguf")
+
+
+def test_a_text_has_no_more_positions_than_its_factors_are_for(tmp_path: Path) -> None:
+    """In a longer one all positions would have other angles, the first ones, too."""
+    _, metadata, tensors = parts_of("phimoe")
+    for num_positions in (256, 1024):
+        write_gguf(tmp_path / "m.gguf", metadata, tensors)
+        with open_text_model(tmp_path / "m.gguf", "50%") as model:
+            assert model.context == num_positions
+        tensors["rope_factors_long.weight"] = tensors["rope_factors_short.weight"]
+
+
 @pytest.mark.parametrize("window", [0.5, 1.0, 2.0**63])
 def test_a_window_is_some_positions(tmp_path: Path, window: float) -> None:
     """Neither none, nor more than there are."""
@@ -188,11 +212,11 @@ def test_a_window_is_some_positions(tmp_path: Path, window: float) -> None:
 
 def test_other_architectures_run_with_torch(tmp_path: Path) -> None:
     """Theirs have recipes of modules, or none."""
-    known = MODELS["phimoe"]
+    known = MODELS["jamba"]
     model = known.build()
     write_gguf(tmp_path / "m.gguf", known.metadata(model.config), known.tensors(model))
     with (
         open_store(tmp_path / "m.gguf") as store,
-        pytest.raises(NoTextModelError, match="architecture 'phimoe' runs with torch"),
+        pytest.raises(NoTextModelError, match="architecture 'jamba' runs with torch"),
     ):
         FileModel(store)

@@ -105,7 +105,7 @@ class Facts:
         self.hidden_size: int = settings["hidden_size"]
         self.vocabulary: int = settings["vocab_size"]
         self.num_layers: int = settings["num_hidden_layers"]
-        self.context: int = settings["max_position_embeddings"]
+        self.context = _context(settings)
         self.num_heads: int = settings["num_attention_heads"]
         self.top_k: int = self._first("num_experts_per_tok", "top_k_experts")
         self.num_experts: int = self._first(
@@ -171,6 +171,11 @@ class Facts:
         return any(rope is _STILL for rope in self.ropes.values())
 
     @property
+    def has_long_factors(self) -> bool:
+        """Whether a rotation has factors for short texts, and others for long ones."""
+        return any(rope["rope_type"] == "longrope" for rope in self.ropes.values())
+
+    @property
     def epsilon(self) -> float:
         """What norms add to the mean of squares."""
         return float(self._first("rms_norm_eps", "norm_eps", "layer_norm_epsilon"))
@@ -234,6 +239,11 @@ class Facts:
         """What multiplies experts' weights."""
         names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
         return float(self._first(*names, usual=1.0))
+
+    @property
+    def jitter(self) -> float:
+        """How near an expert's logit is to the largest of those that it is compared with."""
+        return float(self.settings.get("router_jitter_noise", 0.0))
 
     def has_values(self, block: int) -> bool:
         """Return whether a layer's values are not its keys'."""
@@ -307,6 +317,18 @@ class Facts:
     def _kind(self, block: int) -> str | None:
         kinds = self._first("layer_types", "layers_block_type", usual=None)
         return None if kinds is None else kinds[block]
+
+
+def _context(said: Mapping[str, Any]) -> int:
+    """Return the positions of a text: of longer ones than those of training all have other angles.
+
+    Which a text is to have would have to be known before its first token is read.
+    """
+    found: int = said["max_position_embeddings"]
+    rope = said.get("rope_parameters", _STILL)
+    if rope.get("rope_type") != "longrope" or rope["short_factor"] == rope["long_factor"]:
+        return found
+    return min(found, rope["original_max_position_embeddings"])
 
 
 def _linear_sizes(said: Mapping[str, Any]) -> LinearSizes | None:

@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.decoding.families import FAMILIES, Family
-from moecache.decoding.gguf import _gemma4, _lfm2, _linear, _mamba, _sigmoid, _softmax, _windows
+from moecache.decoding.gguf import (
+    _factored,
+    _gemma4,
+    _lfm2,
+    _linear,
+    _mamba,
+    _sigmoid,
+    _softmax,
+    _windows,
+)
 from moecache.decoding.gguf._architecture import Architecture
 from moecache.decoding.gguf._metadata import Metadata
 
@@ -29,6 +38,8 @@ class Known:
         Tensors of the norms of what a layer's attention, and what its feed-forward, gives.
     gates : str
         Tensor of gates of what attention gives, if queries are not followed by them.
+    has_layer_norms : bool
+        Whether norms take the mean off, and have biases.
     head_norms : {"", "each", "all"}
         Whether queries and keys have norms: of each head, or of all of them at once.
     has_out_bias : bool
@@ -53,6 +64,7 @@ class Known:
     out_norm: str = "output_norm"
     part_norms: tuple[str, str] | None = None
     gates: str = ""
+    has_layer_norms: bool = False
     head_norms: str = ""
     has_out_bias: bool = True
     gate: Mapping[str, Any] = field(default_factory=dict)
@@ -121,6 +133,7 @@ KNOWN: Mapping[str, Known] = {
         has_correction=True,
     ),
     "olmoe": Known(_softmax.OLMOE, head_norms="all"),
+    "phimoe": Known(_factored.PHIMOE, has_layer_norms=True),
     "qwen2moe": Known(_softmax.QWEN2MOE, has_out_bias=False),
     "qwen35moe": Known(
         _linear.QWEN35MOE, forward_norm="post_attention_norm", head_norms="each", is_tiled=True

@@ -141,6 +141,7 @@ class LayerReader:
             floor=facts.floor,
             scale=facts.experts_scale,
             expert_scales=trunk.numbers(f"{at}.ffn_down_exps.scale") if family.is_beside else None,
+            jitter=facts.jitter,
         )
 
     def _feed_forward(self, at: str, suffix: str) -> FeedForward:

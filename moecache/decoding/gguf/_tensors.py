@@ -24,6 +24,7 @@ BESIDE_NORMS = (
 )
 # By how much longer waves of a rotation are; settings say it, too.
 FACTORS = "rope_freqs.weight"
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 
 def trunk_names(shapes: Shapes, num_layers: int) -> list[str]:
@@ -131,18 +132,23 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
     """Yield the trunk's tensors and their shapes; a head as the file has it."""
     hidden = facts.hidden_size
     yield EMBEDDING, (facts.vocabulary, hidden)
-    yield f"{facts.known.out_norm}.weight", (hidden,)
+    yield from _norm(facts, facts.known.out_norm)
     if HEAD in found:
-        yield HEAD, (facts.vocabulary, hidden)
+        has_bias = bool(facts.settings.get("lm_head_bias"))
+        name = HEAD.removesuffix(".weight")
+        yield from _linear(name, facts.vocabulary, hidden, has_bias=has_bias)
     if facts.family.is_beside and FACTORS in found:
         yield FACTORS, (facts.all_heads()[0].turned // 2,)  # of layers that see all positions
+    if facts.has_long_factors:
+        for name in LONG_FACTORS:
+            yield name, (facts.all_heads()[0].turned // 2,)
     for block in range(facts.num_layers):
         at = f"blk.{block}"
-        yield f"{at}.attn_norm.weight", (hidden,)
+        yield from _norm(facts, f"{at}.attn_norm")
         if not facts.family.is_single:
-            yield f"{at}.{facts.known.forward_norm}.weight", (hidden,)
+            yield from _norm(facts, f"{at}.{facts.known.forward_norm}")
         for name in facts.known.part_norms or ():
-            yield f"{at}.{name}.weight", (hidden,)
+            yield from _norm(facts, f"{at}.{name}")
         if facts.is_linear(block):
             yield from stateful_tensors(facts, at, found)
         elif facts.has_keys(block):
@@ -235,6 +241,12 @@ def _feed_forward(facts: Facts, at: str, suffix: str, width: int) -> Wanted:
         yield f"{at}.ffn_gate{suffix}.weight", (width, hidden)
     yield f"{at}.ffn_up{suffix}.weight", (width, hidden)
     yield f"{at}.ffn_down{suffix}.weight", (hidden, width)
+
+
+def _norm(facts: Facts, name: str) -> Wanted:
+    yield f"{name}.weight", (facts.hidden_size,)
+    if facts.known.has_layer_norms:
+        yield f"{name}.bias", (facts.hidden_size,)
 
 
 def _linear(name: str, rows: int, columns: int, *, has_bias: bool) -> Wanted:

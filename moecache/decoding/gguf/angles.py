@@ -10,12 +10,14 @@ import numpy as np
 def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.float32]:
     """Return the angle of one position for each pair of numbers, and what scales cosines and sines.
 
-    Su et al., RoFormer, 2021; of "yarn" Peng et al., YaRN, 2023.
+    Su et al., RoFormer, 2021; of "yarn" Peng et al., YaRN, 2023; of "longrope" Ding et al.,
+    LongRoPE, 2024.
 
     Parameters
     ----------
     rope : mapping
-        As transformers' `rope_parameters`, of type "default", "linear", "yarn" or "proportional".
+        As transformers' `rope_parameters`, of type "default", "linear", "yarn", "proportional" or
+        "longrope", whose factors are those of a text that is no longer than those of training.
     width : int
         Numbers of a head that are turned.
 
@@ -33,6 +35,8 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
         # The others are not turned.
         found[int(rope["partial_rotary_factor"] * width // 2) :] = 0
         return found, one
+    if kind == "longrope":
+        return found / np.array(rope["short_factor"], np.float32), np.float32(_turn_scale(rope))
     slow = found / np.float32(rope["factor"])
     if kind == "linear":
         return slow, one
@@ -54,9 +58,10 @@ def sharpness(factor: float, multiplier: float = 1.0) -> float:
 
 def _turn_scale(rope: Mapping[str, Any]) -> float:
     """Return what scales cosines and sines; DeepSeek has its factor elsewhere."""
-    said, factor = rope.get("attention_factor"), rope["factor"]
+    said = rope.get("attention_factor")
     if said is not None:
         return float(said)
+    factor = rope["factor"]
     own, all_of = rope.get("mscale"), rope.get("mscale_all_dim")
     if own and all_of:
         return sharpness(factor, own) / sharpness(factor, all_of)

@@ -60,7 +60,7 @@ class FileModel:
         known = KNOWN.get(store.architecture)
         if known is None:
             raise NoTextModelError(f"architecture {store.architecture!r} runs with torch")
-        said = Metadata(store.metadata, store.tensor_shapes)
+        said = Metadata(store.metadata, store.tensor_shapes, store.read_tensor)
         architecture = known.find(said)
         family = family_of(known, architecture)
         if family is None:

@@ -104,8 +104,9 @@ class Trunk:
         return Matrix(found.ctypes.data, kind, rows, columns, None, found)
 
     def norm(self, name: str, epsilon: float) -> Norm:
-        """Return a root mean square norm."""
-        return Norm(self.numbers(name), epsilon)
+        """Return a norm; one that takes the mean off if it has a bias."""
+        bias = f"{name.removesuffix('.weight')}.bias"
+        return Norm(self.numbers(name), epsilon, self.numbers(bias) if bias in self else None)
 
     def numbers(self, name: str) -> np.ndarray:
         """Return the numbers of a tensor of one dimension, float32."""

@@ -25,7 +25,7 @@ FAMILIES = [
     *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
     *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
     *("granitemoe shared", "granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe dense"),
-    *("nemotron_h_moe latent", "exaone-moe", "afmoe", "phimoe", GEMMA),
+    *("nemotron_h_moe latent", "exaone-moe", "afmoe", "phimoe", "llama4", GEMMA),
 ]
 # transformers has a head of its own in these, whatever is said; and a head's bias in PhiMoE.
 UNTIED = ("nemotron_h_moe", "nemotron_h_moe dense", "nemotron_h_moe latent", "phimoe")
@@ -36,6 +36,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 
 
@@ -107,6 +108,9 @@ def assert_near(path: Path, model: Any, new_cache: Any = None) -> None:
         ("lfm2moe", {"conv_bias": True, "conv_L_cache": 4, "num_dense_layers": 0}),
         ("lfm2moe", {"use_expert_bias": False, "routed_scaling_factor": 2.0}),
         ("phimoe", {"attention_bias": False, "lm_head_bias": False, "sliding_window": 5}),
+        ("llama4", {"num_local_experts": 128, "use_qk_norm": False}),
+        ("llama4", {"interleave_moe_layer_step": 1, "attention_bias": True}),
+        ("llama4", {"rope_parameters": PLAIN}),
         ("exaone-moe", {"n_group": 2, "topk_group": 1, "num_shared_experts": 2}),
     ],
     ids=str,
@@ -126,11 +130,24 @@ def test_logits_are_those_of_transformers(
         metadata["olmoe.attention.clamp_kqv"] = settings["clip_qkv"]
     if "sliding_window" in settings:
         metadata["llama.attention.sliding_window"] = settings["sliding_window"]
-    if "rope_parameters" in settings:
+    if settings.get("rope_parameters", PLAIN) != PLAIN:
         architecture = metadata["general.architecture"]
         metadata[f"{architecture}.rope.scaling.type"] = settings["rope_parameters"]["rope_type"]
         metadata[f"{architecture}.rope.scaling.factor"] = 4.0
         metadata[f"{architecture}.rope.scaling.original_context_length"] = 64
+    write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    assert_near(tmp_path / "model.gguf", model)
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_chunks_and_temperatures_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Llama 4: files do not say them, and texts here are shorter than the published ones."""
+    monkeypatch.setattr("moecache.decoding.gguf._factored._CHUNK", 8)
+    monkeypatch.setattr("moecache.decoding.gguf._factored._TEMPERATURE", (7, 0.5))
+    settings = {"attention_chunk_size": 8, "floor_scale": 7, "attn_scale": 0.5}
+    model, metadata, tensors = parts_of("llama4", **settings)
     write_gguf(tmp_path / "model.gguf", metadata, tensors)
     assert_near(tmp_path / "model.gguf", model)
 
@@ -184,6 +201,7 @@ def test_keys_and_values_are_kept_in_bfloat16(tmp_path: Path) -> None:
         ("exaone-moe", QUANTIZED, False),
         ("afmoe", QUANTIZED, True),
         ("phimoe", QUANTIZED, False),
+        ("llama4", QUANTIZED, True),
     ],
     ids=str,
 )
@@ -209,7 +227,7 @@ def test_quantized_weights_are_those_of_the_file(
     [
         *("gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe", GEMMA),
         *("granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe latent", "exaone-moe"),
-        "afmoe",
+        *("afmoe", "llama4"),
     ],
 )
 def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:

@@ -19,7 +19,7 @@ NUMBERS = (-1, 0, 1, 2, 7, 10**9, 2**63, -0.5, 0.5, 1e-40, 3e38, float("nan"), f
 OTHERS = (None, True, "", "yarn", [], [1], [True, False], [0.5] * 5, [-1] * 5, [2**40] * 5)
 
 
-@pytest.mark.parametrize("name", ["exaone-moe", "afmoe", "phimoe"])
+@pytest.mark.parametrize("name", ["exaone-moe", "afmoe", "phimoe", "llama4"])
 def test_metadata_are_read_or_refused(tmp_path: Path, name: str) -> None:
     """Whatever stands there: a value is used, or the error names what is wrong."""
     _, metadata, tensors = parts_of(name)

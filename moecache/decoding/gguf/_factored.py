@@ -1,4 +1,4 @@
-"""PhiMoE: the factors of its rotation are a tensor of the file."""
+"""Llama 4 and PhiMoE: the factors of their rotations are tensors of the file."""
 
 from typing import Any
 
@@ -6,11 +6,56 @@ from moecache.decoding.gguf._architecture import Architecture
 from moecache.decoding.gguf._common import expert_width, has_bias, head_dim, plain_settings
 from moecache.decoding.gguf._metadata import Metadata, as_written
 
+_SIGMOID = 2  # of expert_gating_func
+# llama.cpp computes with these, and files do not say them: positions of a chunk, experts of the
+# model whose heads have no norms, and (floor, scale) of the temperature of layers without rotation.
+_CHUNK = 8192
+_UNNORMED_EXPERTS = 128
+_TEMPERATURE = (8192, 0.1)
 # Positions that any model was trained with, and more; and what no wave is shortened by.
 _LONGEST = 2.0**40
 _SHORTEST = 2.0**-20
 # Of transformers' configuration; files do not say it.
 _JITTER = 0.01
+
+
+def _llama4(said: Metadata) -> dict[str, Any]:
+    function = said.number("expert_gating_func", _SIGMOID)
+    if function != _SIGMOID:
+        raise said.unsupported("expert_gating_func", function)
+    layers = range(said.num_layers)
+    chunk = said.number("attention.sliding_window", _CHUNK)
+    if chunk not in {0, _CHUNK}:
+        raise said.unsupported("attention.sliding_window", chunk)
+    # Every fourth layer sees all positions, and rotates nothing.
+    rotated = [chunk == 0 or (layer + 1) % 4 != 0 for layer in layers]
+    routed = [f"blk.{layer}.ffn_gate_inp.weight" in said.tensors for layer in layers]
+    count = said.size("expert_count", least=1)
+    settings = plain_settings(said)
+    parameters = settings["rope_parameters"]
+    if said.number("rope.freq_base_swa", parameters["rope_theta"]) != parameters["rope_theta"]:
+        raise said.unsupported("rope.freq_base_swa", said.number("rope.freq_base_swa"))
+    if "rope_freqs.weight" in said.tensors:
+        check_plain(said, parameters)
+        found = factors(said, "rope_freqs.weight", settings["head_dim"] // 2)
+        parameters |= {"rope_type": "llama3", "factors": found}
+    floor, scale = _TEMPERATURE
+    return {
+        **settings,
+        "intermediate_size": expert_width(said),
+        "intermediate_size_mlp": said.size("feed_forward_length"),
+        "num_local_experts": count,
+        "moe_layers": [layer for layer in layers if routed[layer]],
+        "use_qk_norm": count != _UNNORMED_EXPERTS,
+        "no_rope_layers": [int(one) for one in rotated],
+        "layer_types": [
+            "chunked_attention" if one and chunk else "full_attention" for one in rotated
+        ],
+        "attention_chunk_size": _CHUNK,
+        "floor_scale": floor,
+        "attn_scale": scale,
+        "attention_bias": has_bias(said, "attn_q", "attn_k", "attn_v"),
+    }
 
 
 def _phimoe(said: Metadata) -> dict[str, Any]:
@@ -67,4 +112,5 @@ def factors(said: Metadata, name: str, count: int) -> list[float]:
     return found
 
 
+LLAMA4 = Architecture("Llama4", _llama4, config_suffix="TextConfig")
 PHIMOE = Architecture("Phimoe", _phimoe)

@@ -11,7 +11,7 @@ from moecache.errors import ConfigError
 # Of transformers' models, whatever a file says of other norms; and where files say nothing.
 LATENT_EPSILON = 1e-6
 _NORM_MIN = 1e-12
-_FULL = "full_attention"
+_FULL, _CHUNKED = "full_attention", "chunked_attention"
 # Kinds of layers that hold states, and those that are a feed-forward alone.
 _STATEFUL, _FORWARD = ("linear_attention", "conv"), ("moe", "mlp")
 _MISSING: Any = object()
@@ -171,6 +171,13 @@ class Facts:
         return any(rope is _STILL for rope in self.ropes.values())
 
     @property
+    def may_have_factors(self) -> bool:
+        """Whether a rotation may have factors for texts of any length."""
+        return self.family.is_beside or any(
+            rope["rope_type"] == "llama3" for rope in self.ropes.values()
+        )
+
+    @property
     def has_long_factors(self) -> bool:
         """Whether a rotation has factors for short texts, and others for long ones."""
         return any(rope["rope_type"] == "longrope" for rope in self.ropes.values())
@@ -193,8 +200,7 @@ class Facts:
     @property
     def dense_width(self) -> int:
         """Rows of the gate of a layer without experts."""
-        found: int = self.settings["intermediate_size"]
-        return found
+        return int(self._first("intermediate_size_mlp", "intermediate_size"))
 
     @property
     def shared_width(self) -> int:
@@ -274,6 +280,8 @@ class Facts:
         if "moe_layer_start_index" in said:
             start, end = said["moe_layer_start_index"], said["moe_layer_end_index"]
             return not (start <= block <= end and (block + 1) % said["moe_layer_interval"] == 0)
+        if "moe_layers" in said:
+            return block not in said["moe_layers"]
         if "num_dense_layers" in said:
             return bool(block < said["num_dense_layers"])
         if self.family.is_single:
@@ -284,13 +292,26 @@ class Facts:
 
     def window(self, block: int) -> int | None:
         """Return how many positions a layer's tokens see; `None` if it is all of them."""
-        sees_all = self._kind(block) == _FULL
-        return None if sees_all else self.settings.get("sliding_window")
+        kind = self._kind(block)
+        size = "attention_chunk_size" if kind == _CHUNKED else "sliding_window"
+        return None if kind == _FULL else self.settings.get(size)
+
+    def is_chunked(self, block: int) -> bool:
+        """Return whether a layer's tokens see only positions of their own chunk of the window."""
+        return self._kind(block) == _CHUNKED
 
     def turned(self, block: int) -> int:
         """Return how many numbers of a layer's queries and keys are turned by positions."""
+        turns = self.settings.get("no_rope_layers")  # 0 for these
         is_still = self.family.turns_windows and self.window(block) is None
+        is_still |= turns is not None and not turns[block]
         return 0 if is_still else self.heads(block).turned
+
+    def temperature(self, block: int) -> tuple[float, float] | None:
+        """Return (floor, scale) of a layer whose queries are scaled by their position."""
+        if "attn_scale" not in self.settings or self.turned(block):
+            return None
+        return float(self.settings["floor_scale"]), float(self.settings["attn_scale"])
 
     def _first(self, *names: str, usual: Any = _MISSING) -> Any:
         """Return the setting that goes by one of some names."""

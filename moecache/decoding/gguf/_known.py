@@ -40,8 +40,9 @@ class Known:
         Tensor of gates of what attention gives, if queries are not followed by them.
     has_layer_norms : bool
         Whether norms take the mean off, and have biases.
-    head_norms : {"", "each", "all"}
-        Whether queries and keys have norms: of each head, or of all of them at once.
+    head_norms : {"", "each", "all", "plain"}
+        Whether queries and keys have norms: of each head, of all of them at once, or of each head
+        that is turned, without weights.
     has_out_bias : bool
         Whether what attention gives has a bias if queries have.
     gate : mapping
@@ -125,6 +126,7 @@ KNOWN: Mapping[str, Known] = {
     "hy_v3": Known(_sigmoid.HY_V3, head_norms="each"),
     "lfm2moe": Known(_lfm2.LFM2MOE, out_norm="token_embd_norm", head_norms="each"),
     "llama": Known(_softmax.MIXTRAL),
+    "llama4": Known(_factored.LLAMA4, head_norms="plain"),
     "minimax-m2": Known(_sigmoid.MINIMAX_M2, head_norms="all"),
     "nemotron_h_moe": Known(
         _mamba.NEMOTRON_H_MOE,

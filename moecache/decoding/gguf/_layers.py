@@ -142,6 +142,7 @@ class LayerReader:
             scale=facts.experts_scale,
             expert_scales=trunk.numbers(f"{at}.ffn_down_exps.scale") if family.is_beside else None,
             jitter=facts.jitter,
+            scales_input=family.scales_input,
         )
 
     def _feed_forward(self, at: str, suffix: str) -> FeedForward:
@@ -169,6 +170,8 @@ class LayerReader:
         family, heads = facts.family, facts.heads(block)
         norms = [f"{at}.attn_{part}_norm" for part in "qk"]
         query, key = (self.norm(name) if f"{name}.weight" in trunk else None for name in norms)
+        if facts.has_head_norms and facts.known.head_norms == "plain" and facts.turned(block):
+            query = key = self._plain_norm(heads.width)
         return Attention(
             trunk.linear(f"{at}.attn_q"),
             trunk.linear(f"{at}.attn_k"),
@@ -187,6 +190,8 @@ class LayerReader:
             clip=None if family.clip is None else facts.settings.get(family.clip),
             sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
             window=facts.window(block),
+            is_chunked=facts.is_chunked(block),
+            temperature=facts.temperature(block),
             is_gated=family.is_gated or bool(facts.known.gates),
         )
 

@@ -137,7 +137,7 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
         has_bias = bool(facts.settings.get("lm_head_bias"))
         name = HEAD.removesuffix(".weight")
         yield from _linear(name, facts.vocabulary, hidden, has_bias=has_bias)
-    if facts.family.is_beside and FACTORS in found:
+    if facts.may_have_factors and FACTORS in found:
         yield FACTORS, (facts.all_heads()[0].turned // 2,)  # of layers that see all positions
     if facts.has_long_factors:
         for name in LONG_FACTORS:
@@ -178,7 +178,7 @@ def _attention(facts: Facts, block: int) -> Wanted:
         yield f"{at}.{facts.known.gates}.weight", (heads, hidden)
     has_out_bias = facts.is_biased and facts.known.has_out_bias
     yield from _linear(f"{at}.attn_output", hidden, heads, has_bias=has_out_bias)
-    if facts.has_head_norms:
+    if facts.has_head_norms and facts.known.head_norms != "plain":
         is_each = facts.known.head_norms == "each"
         yield f"{at}.attn_q_norm.weight", (width if is_each else heads,)
         yield f"{at}.attn_k_norm.weight", (width if is_each else keys,)

@@ -16,8 +16,9 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
     Parameters
     ----------
     rope : mapping
-        As transformers' `rope_parameters`, of type "default", "linear", "yarn", "proportional" or
-        "longrope", whose factors are those of a text that is no longer than those of training.
+        As transformers' `rope_parameters`, of type "default", "linear", "yarn", "proportional",
+        "llama3", with all its `factors`, or "longrope", whose factors are those of a text that is
+        no longer than those of training.
     width : int
         Numbers of a head that are turned.
 
@@ -37,6 +38,8 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
         return found, one
     if kind == "longrope":
         return found / np.array(rope["short_factor"], np.float32), np.float32(_turn_scale(rope))
+    if kind == "llama3":
+        return found / np.array(rope["factors"], np.float32), one
     slow = found / np.float32(rope["factor"])
     if kind == "linear":
         return slow, one

@@ -81,7 +81,7 @@ class FileModel:
         ]
         self._frequencies = np.concatenate([found for found, _ in tables])
         self._turn_scale = tables[0][1]
-        if FACTORS in store.tensor_shapes:
+        if family.is_beside and FACTORS in store.tensor_shapes:
             self._check_factors()
 
     @property
@@ -204,6 +204,8 @@ class FileModel:
             raise NoTextModelError(
                 f"{facts.top_k} experts of {num_kept} groups of {size} are torch's to choose"
             )
+        if facts.family.scales_input and facts.top_k > 1:
+            raise NoTextModelError(f"inputs of {facts.top_k} experts of a token have scales")
         if self.settings.get("num_kv_shared_layers") or self.settings.get(
             "hidden_size_per_layer_input"
         ):

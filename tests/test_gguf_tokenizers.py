@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from moecache.decoding.gguf._splits import SPLITS
 from moecache.errors import ConfigError
 from tests.helpers.gguf_tokenizers import TEXTS, byte_level, gemma, sentencepiece
 
@@ -55,6 +56,23 @@ def test_byte_pairs_are_merged_in_pieces_that_the_file_names(described: dict[str
 
     assert [found(text)["input_ids"] for text in texts] == [plain.encode(t).ids for t in texts]
     assert [found.decode(found(text)["input_ids"]) for text in TEXTS] == list(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("afmoe", "a  12345 1234567a 666", "a, , ,12,345, ,1,234,567,a, ,666"),
+        ("afmoe", "x\n\n1 \n22", "x,\n\n,1, \n,22"),
+        ("exaone-moe", "ab cd  ef 12/\ngh", "ab cd, , ef, ,1,2,/\n,gh"),
+    ],
+)
+def test_texts_are_cut_as_llama_cpp_does(pre: str, text: str, pieces: str) -> None:
+    """Digits by three, lines; words with a space between them."""
+    rest = [text]
+    for pattern in SPLITS[pre].patterns:
+        cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        rest = [piece for one in rest for piece, _ in cut.pre_tokenize_str(one)]
+    assert rest == pieces.split(",")
 
 
 def test_special_tokens_are_whole_and_those_of_the_user_stay_in_a_text(

@@ -81,6 +81,25 @@ _BAILING = (
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
+# Words with single spaces between them, of languages that have some.
+_EXAONE = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_EASTERN = (
+    "[\u0e40-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u2f00-\u2fdf\u3040-\u30ff"
+    "\u3400-\u4dbf\u4e00-\ufaff\uff65-\uff9f]+"
+)
+# Digits by three from the end on. In llama.cpp the last of several spaces before one is apart.
+_AFMOE = Split(
+    (
+        r"[^\S\r\n](?=\p{N})",
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+        _EASTERN,
+        _DEEPSEEK3_WORD,
+    )
+)
+
 SPLITS: Mapping[str, Split] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "pixtral", "lfm2"), _LLAMA),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "hunyuan", "stablelm2", "grok-2"), _QWEN2),
@@ -89,6 +108,8 @@ SPLITS: Mapping[str, Split] = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _DEEPSEEK3),
     **dict.fromkeys(("bailingmoe", "bailingmoe2"), Split((_BAILING,))),
+    "afmoe": _AFMOE,
+    "exaone-moe": Split((_EXAONE,)),
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": Split((_LINES, r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")),
     "dbrx": Split((_LLAMA3,)),

@@ -125,6 +125,16 @@ def _sizes(layers: int) -> dict[str, dict[str, Any]]:
             "num_experts": 64,
             "intermediate_size": 2048,
         },
+        "llama4": {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size": 2048,
+            "intermediate_size_mlp": 2048,
+        },
         "lfm2moe": {
             "layer_types": ["full_attention" if one else "conv" for one in wide],
             "num_attention_heads": 16,

@@ -19,7 +19,8 @@ _SHORTEST = 2.0**-20
 _JITTER = 0.01
 
 
-def _llama4(said: Metadata) -> dict[str, Any]:
+def llama4_settings(said: Metadata) -> dict[str, Any]:
+    """Return Llama 4's settings, with the factors of its rotation as the file has them."""
     function = said.number("expert_gating_func", _SIGMOID)
     if function != _SIGMOID:
         raise said.unsupported("expert_gating_func", function)
@@ -112,5 +113,5 @@ def factors(said: Metadata, name: str, count: int) -> list[float]:
     return found
 
 
-LLAMA4 = Architecture("Llama4", _llama4, config_suffix="TextConfig")
+LLAMA4 = Architecture("Llama4", llama4_settings, config_suffix="TextConfig")
 PHIMOE = Architecture("Phimoe", _phimoe)

@@ -107,6 +107,7 @@ def assert_near(path: Path, model: Any, new_cache: Any = None) -> None:
         ("granitehybrid", {"mamba_proj_bias": True, "position_embedding_type": "rope"}),
         ("lfm2moe", {"conv_bias": True, "conv_L_cache": 4, "num_dense_layers": 0}),
         ("lfm2moe", {"use_expert_bias": False, "routed_scaling_factor": 2.0}),
+        ("afmoe", {"num_dense_layers": 0, "num_shared_experts": 2}),
         ("phimoe", {"attention_bias": False, "lm_head_bias": False, "sliding_window": 5}),
         ("llama4", {"num_local_experts": 128, "use_qk_norm": False}),
         ("llama4", {"interleave_moe_layer_step": 1, "attention_bias": True}),

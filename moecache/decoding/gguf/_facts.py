@@ -248,7 +248,7 @@ class Facts:
 
     @property
     def jitter(self) -> float:
-        """How near an expert's logit is to the largest of those that it is compared with."""
+        """As `Router` has it; 0 for those without."""
         return float(self.settings.get("router_jitter_noise", 0.0))
 
     def has_values(self, block: int) -> bool:
@@ -302,7 +302,7 @@ class Facts:
 
     def turned(self, block: int) -> int:
         """Return how many numbers of a layer's queries and keys are turned by positions."""
-        turns = self.settings.get("no_rope_layers")  # 0 for these
+        turns = self.settings.get("no_rope_layers")  # 0 for a layer that turns nothing
         is_still = self.family.turns_windows and self.window(block) is None
         is_still |= turns is not None and not turns[block]
         return 0 if is_still else self.heads(block).turned
@@ -341,9 +341,10 @@ class Facts:
 
 
 def _context(said: Mapping[str, Any]) -> int:
-    """Return the positions of a text: of longer ones than those of training all have other angles.
+    """Return how many positions a text may have.
 
-    Which a text is to have would have to be known before its first token is read.
+    A rotation with other factors for long texts turns all of their positions by these. A text's
+    length would have to be known before its first token is read: texts are short ones.
     """
     found: int = said["max_position_embeddings"]
     rope = said.get("rope_parameters", _STILL)

@@ -2,9 +2,11 @@
 
     pip install '.[transformers,bench-llama]'   # builds llama.cpp for this machine, ten minutes
     python -m bench.family_files FOLDER --json FILE
+    python -m bench.family_files FOLDER --type BF16 --only qwen3moe --json FILE
 
 FOLDER gets a file of half a gigabyte for each family, of random weights: eight layers of 64
-experts, hidden size 1024, experts in Q4_0 and the rest in Q8_0, all of it in slots. All contestants
+experts, hidden size 1024, experts in Q4_0 and the rest in Q8_0, or all of it in bfloat16, all of it
+in slots. All contestants
 are given the same tokens, so that they use the same experts; figures are medians of rounds in
 turns: milliseconds of a token behind a prompt, seconds of the prompt, and both as shares of
 llama.cpp's, and how often they would choose its next token. The bound of a token is the time that
@@ -157,7 +159,7 @@ def _sizes(layers: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def write_family(path: Path, name: str, layers: int, hidden: int) -> None:
+def write_family(path: Path, name: str, layers: int, hidden: int, *, is_bf16: bool) -> None:
     """Write a file of a family, with factors of rotations where llama.cpp wants them."""
     from tests.helpers.gguf_models import write_gguf
     from tests.helpers.gguf_texts import parts_of
@@ -182,7 +184,8 @@ def write_family(path: Path, name: str, layers: int, hidden: int) -> None:
     # llama.cpp's name for it, which others write otherwise.
     if (epsilon := metadata.get("nemotron_h_moe.attention.layer_norm_rms_epsilon")) is not None:
         metadata["nemotron_h_moe.attention.layer_norm_epsilon"] = epsilon
-    write_gguf(path, metadata | said, tensors, PLAIN | QUANTIZED)
+    types = dict.fromkeys(QUANTIZED, "BF16") if is_bf16 else QUANTIZED
+    write_gguf(path, metadata | said, tensors, PLAIN | types)
 
 
 def token_bytes(path: Path) -> int:
@@ -275,13 +278,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--type", choices=("Q4_0", "BF16"), default="Q4_0", help="of experts")
     parser.add_argument("--only", nargs="*", metavar="FAMILY", help=", ".join(_sizes(0)))
     arguments = begin(parser, argv, rounds=5, threads=2)
     figures = {}
     for name in arguments.only or _sizes(0):
-        path = arguments.folder / f"{name.replace(' ', '_')}.gguf"
+        is_bf16 = arguments.type == "BF16"
+        ending = "-bf16" if is_bf16 else ""
+        path = arguments.folder / f"{name.replace(' ', '_')}{ending}.gguf"
         if not path.exists():
-            write_family(path, name, arguments.layers, arguments.hidden)
+            write_family(path, name, arguments.layers, arguments.hidden, is_bf16=is_bf16)
         figures[name] = measure(path, arguments)
         print(f"{name}, a prompt of {arguments.prompt} tokens", end="")
         bound = figures[name][0]["bound_ms"]
@@ -294,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{one[f'prompt_s_of_{first}']:.2f}; same choice {one['same_choice']:.2f}",
                 flush=True,
             )
-    write_figures(arguments, prompt=arguments.prompt, figures=figures)
+    write_figures(arguments, prompt=arguments.prompt, type=arguments.type, figures=figures)
     return 0
 
 

@@ -189,6 +189,8 @@ class FileModel:
             self.facts.embedding_scale,
             float(self.settings.get("logits_scaling", 1.0)),
             self.settings.get("final_logit_softcapping"),
+            # As transformers takes it for a model of bfloat16.
+            "f32" if set(self._store.tensor_types.values()) <= {"F32"} else "bf16",
         )
 
     def _check(self) -> None:

@@ -114,14 +114,14 @@ class Beside:
     ----------
     router, experts : Norm
         Of hidden states, for the router and for the experts.
-    forward_out, experts_out : Norm
+    forward_out, experts_out : Norm, optional
         Of the feed-forward's result, and of the experts' sum.
     """
 
     router: Norm
     experts: Norm
-    forward_out: Norm
-    experts_out: Norm
+    forward_out: Norm | None = None
+    experts_out: Norm | None = None
 
 
 @dataclass(frozen=True)

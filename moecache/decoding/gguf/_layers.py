@@ -99,8 +99,7 @@ class LayerReader:
             return found
         # Both are given the same, and neither's result has a norm before their sum has one.
         given = self.norm(f"{at}.{facts.known.forward_norm}")
-        results: dict[str, Any] = {"forward_out": None, "experts_out": None}
-        return {**found, "beside": Beside(given, given, **results)}
+        return {**found, "beside": Beside(given, given)}
 
     def _beside(self, at: str) -> dict[str, Any]:
         """Return what a layer has that has a feed-forward beside its experts."""

@@ -21,12 +21,10 @@ from moecache.integrations.transformers.gguf import (
 
 ARCHITECTURES: Mapping[str, Architecture | Callable[[Metadata], Architecture]] = {
     **{name: known.architecture for name, known in KNOWN.items()},
-    "afmoe": _layers.AFMOE,
     "bailingmoe3": _delta.BAILING3,
     "cohere2moe": _layers.COHERE2MOE,
     "deepseek32": _sigmoid.DEEPSEEK_V32,
     "deepseek4": _compressed.DEEPSEEK_V4,
-    "exaone-moe": _layers.EXAONE_MOE,
     "glm-dsa": _sigmoid.GLM_DSA,
     "granitehybrid": _mamba.GRANITE_HYBRID,
     "hy_v4": _connections.HY_V4,

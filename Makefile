@@ -80,11 +80,13 @@ notebooks: ## execute the notebooks in place; nothing of this machine stays in t
 	$(BIN)/python -m notebooks.execute
 
 # The wheel is built from the source distribution, and runs in an environment with nothing else.
+# Requirements of builds are those of `dev`: pip has met pyproject.toml's, apart, for the stamp.
 dist: $(call stamp,dev) ## source distribution and wheel, in dist; the wheel installed and tried
 	rm -rf dist build/installed
-	$(BIN)/python -m build --outdir dist
-	$(PYTHON) -m venv build/installed
-	PIP_CONSTRAINT=constraints.txt build/installed/bin/pip install --quiet dist/*.whl
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(PYTHON) -m venv --without-pip build/installed
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip --python build/installed/bin/python \
+		install --quiet dist/*.whl
 	cd build && installed/bin/moecache demo --max-new-tokens 32 --memory 2MiB
 	cd build && installed/bin/python -c "from moecache.study import example_trace as e; print(e())"
 

@@ -1,6 +1,9 @@
 """Build the compiled core. MOECACHE_BUILD=release (default), debug or sanitize."""
 
+import hashlib
 import os
+import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,8 +32,11 @@ if build not in FLAGS:
     raise SystemExit(f"MOECACHE_BUILD={build!r} is not one of {', '.join(FLAGS)}")
 checked = build != "release"
 num_cores = len(os.sched_getaffinity(0))
+# A folder of what was compiled, if any: another release build takes the same from there.
+kept = None if checked else os.environ.get("BUILD_CACHE")
 
-headers = sorted({path.parent.as_posix() for path in Path("moecache").rglob("*.h")})
+headers = sorted(path.as_posix() for path in Path("moecache").rglob("*.h"))
+folders = sorted({os.path.dirname(header) for header in headers})
 # The folder of the C that a module has beside what Cython makes of it.
 OWN_C = {"moecache/kernels/_processor.pyx": "levels"}
 
@@ -56,9 +62,9 @@ extensions = [
     Extension(
         ".".join(path.with_suffix("").parts),
         sources_of(path),
-        include_dirs=[np.get_include(), *headers],
+        include_dirs=[np.get_include(), *folders],
         # cythonize copies them beside the C that it makes, where they are found first.
-        depends=[header.as_posix() for header in sorted(Path("moecache").rglob("*.h"))],
+        depends=headers,
         define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
         extra_compile_args=[
             *FLAGS[build],
@@ -96,6 +102,7 @@ class BuildExtensions(build_ext):
         made = cythonize(
             self.extensions,
             build_dir=f"build/cython-{build}",
+            cache=os.path.join(kept, "cython") if kept else False,
             nthreads=num_cores,
             compiler_directives={
                 "language_level": 3,
@@ -138,16 +145,36 @@ class BuildExtensions(build_ext):
     def compile(self, extension: Extension, source: str) -> str:
         """Return the object of a file of C."""
         (target,) = self.compiler.object_filenames([source], output_dir=self.build_temp)
-        if self.force or not is_current(Path(target)):
-            self.compiler.compile(
-                [source],
-                output_dir=self.build_temp,
-                macros=extension.define_macros,
-                include_dirs=extension.include_dirs,
-                debug=self.debug,
-                extra_postargs=extension.extra_compile_args,
-            )
+        if not self.force and is_current(Path(target)):
+            return target
+        same = os.path.join(kept, self.key(extension, source)) if kept else None
+        if same and os.path.exists(same):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copyfile(same, target)
+            return target
+        self.compiler.compile(
+            [source],
+            output_dir=self.build_temp,
+            macros=extension.define_macros,
+            include_dirs=extension.include_dirs,
+            debug=self.debug,
+            extra_postargs=extension.extra_compile_args,
+        )
+        if same:
+            shutil.copyfile(target, f"{same}.part")
+            os.replace(f"{same}.part", same)
         return target
+
+    def key(self, extension: Extension, source: str) -> str:
+        """Return a name that another object than this one's would not have.
+
+        All headers count: if one is missing where a build takes place, nothing is taken.
+        """
+        flags = [*self.compiler.compiler_so, *extension.extra_compile_args]
+        digest = hashlib.sha256(repr((sys.version, np.__version__, flags, source)).encode())
+        for path in (source, *headers):
+            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+        return f"{digest.hexdigest()}.o"
 
 
 # Workers that cythonize starts may import this file.

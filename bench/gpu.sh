@@ -107,7 +107,16 @@ if [[ -n $only ]]; then
     done
 fi
 
-has() { "$python" -c "import sys, importlib.util as u; sys.exit(u.find_spec('$1') is None)"; }
+# Whether a package is there; many files ask for the same few.
+declare -A there
+has() {
+    if [[ -z ${there[$1]-} ]]; then
+        there[$1]=yes
+        "$python" -c "import sys, importlib.util as u; sys.exit(u.find_spec('$1') is None)" ||
+            there[$1]=no
+    fi
+    [[ ${there[$1]} == yes ]]
+}
 
 # Whether each Cython source has a module for this Python that is newer than all sources.
 is_built() {

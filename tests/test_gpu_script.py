@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "bench" / "gpu.sh"
 # Says that every package is there and that there is a GPU, notes what it is asked to run, and
 # leaves what the real thing would. The report is made by Python itself.
-PYTHON = f"""#!{sys.executable}
+PYTHON = f"""#!{sys.executable} -IS
 import json, os, runpy, sys, time
 arguments = sys.argv[1:]
 if arguments[0] == "-c":
@@ -59,7 +59,7 @@ if "--json" in arguments:
     with open(arguments[arguments.index("--json") + 1], "w") as figures:
         json.dump({{"bounds": []}}, figures)
 """
-SANITIZER = f"""#!{sys.executable}
+SANITIZER = f"""#!{sys.executable} -IS
 import os, sys
 with open(os.environ["NOTES"], "a") as notes:
     notes.write('["sanitizer", "' + sys.argv[2] + '"]\\n')

@@ -1,5 +1,6 @@
 """Options, fixtures and the summary of the benchmarks: the machine first, then ns per access."""
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -73,6 +74,13 @@ def pytest_terminal_summary(
             terminalreporter.write_line(f"{group:{width}}       min    median")
             shown = group
         terminalreporter.write_line(f"{name:{width}} {least:9.2f} {median:9.2f}  {facts}".rstrip())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> None:
+    """Leave what earlier files imported, such as torch, out of the collections between runs."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -24,11 +24,12 @@ build: $(call stamp,base)
 
 prepare: $(call stamp,dev) ## install all that the other targets need
 
-# One process more than two cores, as some tests wait for other processes; in each a BLAS of one
-# thread, as threads spin while they wait for a core. What one compiles, the others and their children load.
+# One process more than two cores, as some tests wait for other processes (WORKERS=2 where other
+# targets run meanwhile: each imports what all tests do); in each a BLAS of one thread, as threads
+# spin while they wait for a core. What one compiles, the others and their children load.
 test: $(call stamp,test) ## run all tests
 	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
-		$(BIN)/python -m pytest -q -n 3 --budgets
+		$(BIN)/python -m pytest -q -n $(or $(WORKERS),3) --budgets
 
 # In an environment of its own: vLLM pins torch and much else. The package is built beforehand.
 vllm: $(call stamp,base) ## the tests of the plug-in, with vLLM for CPUs in build/vllm
@@ -48,7 +49,7 @@ OLDER = transformers==5.17.0 'huggingface_hub>=1.5,<2' httpx httpcore
 older: $(call stamp,test) ## what runs on GPUs with transformers, with an older transformers
 	rm -rf build/older
 	$(BIN)/python -m pip install --quiet --no-deps --target build/older $(OLDER)
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/older $(BIN)/python -m pytest -q -n 2 \
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/older $(BIN)/python -m pytest -q -n $(or $(WORKERS),2) \
 		tests/test_transformers_cuda*.py tests/test_transformers_token_graph.py tests/test_transformers_device_tokens.py
 
 # Stubs are compared with modules; what they import was checked a line before.
@@ -92,8 +93,9 @@ dist: $(call stamp,dev) ## source distribution and wheel, in dist; the wheel ins
 
 # A copy of the package beside the release build, for the tests of the compiled core.
 # Whole traces, long comparisons with oracles, the pre-fault's pure functions and how processes start
-# take minutes there and touch no memory that the others do not. Nor do most of the examples of
-# hypothesis, which the release build runs all.
+# take minutes there and touch no memory that the others do not; nor do tests of published figures
+# (whole traces, too) and of whether other threads run, nor most of the examples of hypothesis, which
+# the release build runs all.
 CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_echo_oracle.py \
 	tests/test_policy_long.py tests/test_replay_policies.py tests/test_prefault_gate.py \
 	tests/test_kernels_startup.py, $(wildcard tests/test_policy*.py \
@@ -103,7 +105,8 @@ CORE_TESTS = $(filter-out tests/test_echo_traces.py tests/test_echo_oracle.py \
 	tests/test_interrupts.py tests/test_kernels*.py tests/test_decoding*.py))
 # The first line fails if another build than the one just made would be tested.
 CHECK_BUILD = PYTHONPATH=build/$@ $(BIN)/python -c "import moecache.cache._cache as c; assert 'build/$@' in c.__file__, c"
-RUN_CORE_TESTS = $(BIN)/python -m pytest -q -n 2 -o pythonpath="build/$@ ." $(CORE_TESTS)
+RUN_CORE_TESTS = $(BIN)/python -m pytest -q -n $(or $(WORKERS),2) -o pythonpath="build/$@ ." $(CORE_TESTS) \
+	-k "not other_threads_run_during and not published_hit_rates and not foresees_what_is_published"
 
 debug: $(call stamp,dev) ## the compiled core unoptimised, with C assertions and symbols
 	MOECACHE_BUILD=debug $(BIN)/python setup.py -q build --build-base build/$@-objects --build-lib build/$@

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import Cython
 import numpy as np
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -58,6 +59,14 @@ def is_current(target: Path) -> bool:
         return False
 
 
+def digest(facts: object, files: list[str]) -> str:
+    """Return a name for what is made of files, by their names and contents."""
+    found = hashlib.sha256(repr((facts, files)).encode())
+    for file in files:
+        found.update(hashlib.sha256(Path(file).read_bytes()).digest())
+    return found.hexdigest()
+
+
 extensions = [
     Extension(
         ".".join(path.with_suffix("").parts),
@@ -99,10 +108,18 @@ class BuildExtensions(build_ext):
 
     def run(self) -> None:
         """Have each extension made of C."""
+        folder = f"build/cython-{build}"
+        # Cython's own cache has the paths of Cython in its names: pip's environments have others.
+        sources = sorted(path.as_posix() for path in Path("moecache").rglob("*.p[yx][xd]"))
+        same = (
+            os.path.join(kept, digest(Cython.__version__, [*sources, *headers])) if kept else None
+        )
+        if same and os.path.isdir(same):
+            # Newer than all that they are made of, so that none is made again.
+            shutil.copytree(same, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
         made = cythonize(
             self.extensions,
-            build_dir=f"build/cython-{build}",
-            cache=os.path.join(kept, "cython") if kept else False,
+            build_dir=folder,
             nthreads=num_cores,
             compiler_directives={
                 "language_level": 3,
@@ -116,6 +133,8 @@ class BuildExtensions(build_ext):
                 "auto_pickle": False,
             },
         )
+        if same and not os.path.isdir(same):
+            shutil.copytree(folder, same)
         by_name = {extension.name: extension for extension in made}
         for extension in self.extensions:
             extension.sources = by_name[extension.name].sources
@@ -171,10 +190,7 @@ class BuildExtensions(build_ext):
         All headers count: if one is missing where a build takes place, nothing is taken.
         """
         flags = [*self.compiler.compiler_so, *extension.extra_compile_args]
-        digest = hashlib.sha256(repr((sys.version, np.__version__, flags, source)).encode())
-        for path in (source, *headers):
-            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
-        return f"{digest.hexdigest()}.o"
+        return digest([sys.version, np.__version__, flags], [source, *headers]) + ".o"
 
 
 # Workers that cythonize starts may import this file.

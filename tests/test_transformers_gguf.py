@@ -15,6 +15,7 @@ from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import GgufModel, build_from, read_gguf, write_gguf
 from tests.helpers.gguf_tokenizers import byte_level
 from tests.helpers.nightly import some
+from tests.helpers.offloading import without_least_steps
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -97,7 +98,7 @@ def test_kernels_have_the_same_bits_at_any_number_of_slots(name: str, tmp_path: 
         with model.moecache:
             found.append(logits(model))
     assert all(map(torch.equal, *found))
-    wanted = logits(build_from(*read_gguf(path)))
+    wanted = logits(without_least_steps(build_from(*read_gguf(path))))
     for one, other in zip(found[0], wanted, strict=True):
         error = (one - other).square().mean().sqrt()
         assert error < 1e-3 * other.square().mean().sqrt(), name

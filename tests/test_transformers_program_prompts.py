@@ -20,7 +20,12 @@ from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import write_gguf
 from tests.helpers.kernels import computing
 from tests.helpers.more_families import MORE_FAMILIES
-from tests.helpers.offloading import generated, load_in_slots, load_whole
+from tests.helpers.offloading import (
+    generated,
+    load_in_slots,
+    load_whole,
+    without_least_steps,
+)
 from tests.helpers.pages import run_child
 
 torch = pytest.importorskip("torch")
@@ -85,14 +90,6 @@ def _integers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(name: str, folder: Path, dtype: str = "float32") -> Path:
     """Return a checkpoint of a family."""
     return write_checkpoint({**MORE_FAMILIES, **FAMILIES}[name], folder, dtype)
-
-
-def without_least_steps(model: Any) -> Any:
-    """Have Nemotron's steps in time, of prompts by its modules too, be what its tokens' are."""
-    for module in model.modules():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.0, float("inf"))
-    return model
 
 
 def tokens_of(num: int, batch: int = 1) -> Any:

@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 from moecache.decoding.sampler import Sampling  # noqa: E402
 from moecache.decoding.streams import TokenTimes  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
+    _current,
     continuing,
     generation,
     load,
@@ -36,7 +37,8 @@ PAGE = 32
 
 @pytest.fixture(autouse=True)
 def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut prompts at multiples of 32 positions, so that short ones have many pages."""
+    """Have modules read prompts, in pages of 32 positions, so that short ones have many."""
+    monkeypatch.setattr(_current, "_reads_prompts", lambda *_: False)
     for module in (prompts, reading):
         monkeypatch.setattr(module, "PAGE_TOKENS", PAGE)
 

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from moecache.decoding.sampler import Sampler, Sampling  # noqa: E402
 from moecache.decoding.streams import TokenTimes  # noqa: E402
 from moecache.integrations.transformers import (  # noqa: E402
+    _current,
     continuing,
     prompts,
     reading,
@@ -33,6 +34,7 @@ LENGTHS = (2 * PAGE + 5, 11, 5, 1, PAGE + 20, 9, 3)
 
 @pytest.fixture(autouse=True)
 def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_current, "_reads_prompts", lambda *_: False)
     for module in (prompts, reading, together):
         monkeypatch.setattr(module, "PAGE_TOKENS", PAGE)
 

@@ -35,6 +35,14 @@ def realigned(model: Any) -> Any:
     return model
 
 
+def without_least_steps(model: Any) -> Any:
+    """Have Nemotron's steps in time, of prompts by its modules too, be what its tokens' are."""
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    return model
+
+
 def prompt() -> Any:
     """Return the ids of a prompt, [1, 8]."""
     import torch

@@ -135,7 +135,13 @@ class Current:
             reading,
             program,
             rotary,
-            model.dtype in TYPES and rotary.is_static and model.config.model_type not in NOT_CAUSAL,
+            _reads_prompts(model, rotary),
             are_rows_apart(model, reading.recipe, experts),
         )
         return self.last
+
+
+def _reads_prompts(model: Any, rotary: Rotary) -> bool:
+    """Return whether programs compute a model's prompts, too."""
+    is_causal = model.config.model_type not in NOT_CAUSAL
+    return model.dtype in TYPES and rotary.is_static and is_causal

@@ -15,13 +15,12 @@ from moecache.commands.arguments import add_option
 from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.cuda import check_experts
 from moecache.decoding.families import has_kernels, has_recipe
-from moecache.decoding.gguf._known import KNOWN
 from moecache.errors import ConfigError, StoreError
 from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
-from moecache.stores import CheckpointStore, GgufStore, has_output_rows, open_store
+from moecache.stores import CheckpointStore, has_output_rows, open_store
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -120,8 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
     if gpu is None and kind:
         is_called = has_recipe(kind, has_output_rows=has_rows)
         way = "one compiled call each" if is_called else "the model's modules: no recipe"
-        if not is_called and isinstance(store, GgufStore) and kind in KNOWN:
-            way = "one compiled call each without torch, the model's modules with it"
         if is_called and _turns_alike(store.config):
             way += "; prompts in parts, a call each"
         console.print(f"tokens of {kind}: {way}")

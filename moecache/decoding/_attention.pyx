@@ -81,10 +81,14 @@ cdef void _grouped(
     cdef int64_t queries = layer.num_heads * layer.width
     cdef int64_t wide = layer.num_kv_heads * layer.width
     cdef int64_t value_wide = layer.num_kv_heads * layer.value_width
+    cdef const Linear *before = &layer.query
     w.multiply(&layer.query, w.normed, num, w.queries)
-    if layer.is_gated:
+    if layer.gates.is_there:
+        w.multiply(&layer.gates, w.normed, num, w.gates, before)
+        before = &layer.gates
+    elif layer.is_gated:
         _take_gates(w, layer)
-    w.multiply(&layer.key, w.normed, num, w.keys, &layer.query)
+    w.multiply(&layer.key, w.normed, num, w.keys, before)
     if layer.value.is_there:
         w.multiply(&layer.value, w.normed, num, w.values, &layer.key)
     else:

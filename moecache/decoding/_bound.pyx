@@ -251,12 +251,15 @@ cdef class Bound:
                 raise ConfigError(f"queries have no temperature of {a.temperature}")
         if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
             raise ConfigError(f"{a.num_heads} heads do not share {a.num_kv_heads}")
-        layer.is_gated = a.is_gated
+        layer.is_gated = a.is_gated or a.gates is not None
+        if a.is_gated and a.gates is not None:
+            raise ConfigError("queries are followed by gates, and there is a matrix of gates")
         if layer.is_gated and layer.value_width != layer.width:
             raise ConfigError(f"gates of {a.width} numbers for values of {a.value_width}")
         self._bind_linear(
-            &layer.query, a.query, hidden, layer.num_heads * layer.width * (1 + layer.is_gated)
+            &layer.query, a.query, hidden, layer.num_heads * layer.width * (1 + a.is_gated)
         )
+        self._bind_linear(&layer.gates, a.gates, hidden, layer.num_heads * layer.width)
         self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
         self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
         self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)

@@ -94,6 +94,8 @@ class Attention:
     is_gated : bool, default False
         Whether a head's query is followed by as many numbers whose sigmoid multiplies what the
         head gives: `query` is [2 * num_heads * width, inputs].
+    gates : Linear [num_heads * width, inputs], optional
+        Has these numbers instead, where they are a matrix of their own.
     """
 
     query: Linear
@@ -116,6 +118,7 @@ class Attention:
     is_chunked: bool = False
     temperature: tuple[float, float] | None = None
     is_gated: bool = False
+    gates: Linear | None = None
 
     @property
     def held(self) -> tuple[int, int, int]:

@@ -55,10 +55,14 @@ class Family:
         Whether a layer has a norm and one part: attention, a state space or a feed-forward.
     layer_norms : (str, str)
         Attributes of a layer that has two parts: the norms before them.
+    part_norms : (str, str), optional
+        And the norms of what they give.
     attention, out : str
         Attributes of a layer, and of its attention, that have attention and its last product.
     is_gated : bool, default False
         Whether queries are followed by gates of what attention gives.
+    gates : str, optional
+        Attribute of attention that has these gates by themselves.
     adds_one : bool, default False
         Whether norms of the residual stream, of queries and of keys are weighted by 1 and more.
     is_beside : bool, default False
@@ -76,6 +80,9 @@ class Family:
     residual, embedding, logits : str, optional
         Attributes of a layer, of the inner model and of the configuration that scale what is added
         to hidden states, embeddings, and (by division) logits.
+    rooted : str, optional
+        Attribute of the configuration that says whether the root of the hidden size scales
+        embeddings.
     """
 
     block: str = "mlp"
@@ -100,9 +107,11 @@ class Family:
     linear: str | None = None
     is_single: bool = False
     layer_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    part_norms: tuple[str, str] | None = None
     attention: str = "self_attn"
     out: str = "o_proj"
     is_gated: bool = False
+    gates: str | None = None
     adds_one: bool = False
     is_beside: bool = False
     cap: str | None = None
@@ -112,6 +121,7 @@ class Family:
     residual: str | None = None
     embedding: str | None = None
     logits: str | None = None
+    rooted: str | None = None
 
 
 _SIGMOID = Family(
@@ -158,6 +168,21 @@ FAMILIES = {
     ),
     ("mixtral", "MixtralAttention", "MixtralSparseMoeBlock"): Family(is_normalized=True),
     ("olmoe", "OlmoeAttention", "OlmoeSparseMoeBlock"): Family(clip="clip_qkv"),
+    ("afmoe", "AfmoeAttention", "AfmoeSparseMoeBlock"): Family(
+        router="router",
+        router_weight="gate",
+        scores="sigmoid",
+        is_normalized=True,
+        least=1e-20,
+        correction="expert_bias",
+        scale="route_scale",
+        shared="shared_experts",
+        turns_windows=True,
+        layer_norms=("input_layernorm", "pre_mlp_layernorm"),
+        part_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+        gates="gate_proj",
+        rooted="mup_enabled",
+    ),
     ("glm4_moe", "Glm4MoeAttention", "Glm4MoeMoE"): _SIGMOID,
     ("dots1", "Dots1Attention", "Dots1MoE"): _SIGMOID,
     ("exaone_moe", "ExaoneMoeAttention", "ExaoneMoeSparseMoEBlock"): replace(

@@ -30,14 +30,10 @@ class Known:
     ----------
     architecture : Architecture, or callable (Metadata)
         Which returns one.
-    family : Family, optional
-        Row of a family that `FAMILIES` does not have, as no recipe of modules says it.
     forward_norm, out_norm : str
         Tensors of the norms before a feed-forward, and before the head.
     part_norms : (str, str), optional
         Tensors of the norms of what a layer's attention, and what its feed-forward, gives.
-    gates : str
-        Tensor of gates of what attention gives, if queries are not followed by them.
     has_layer_norms : bool
         Whether norms take the mean off, and have biases.
     head_norms : {"", "each", "all", "plain"}
@@ -60,11 +56,9 @@ class Known:
     """
 
     architecture: Architecture | Callable[[Metadata], Architecture]
-    family: Family | None = None
     forward_norm: str = "ffn_norm"
     out_norm: str = "output_norm"
     part_norms: tuple[str, str] | None = None
-    gates: str = ""
     has_layer_norms: bool = False
     head_norms: str = ""
     has_out_bias: bool = True
@@ -81,22 +75,9 @@ class Known:
         return found if isinstance(found, Architecture) else found(said)
 
 
-_AFMOE = Family(
-    scores="sigmoid",
-    is_normalized=True,
-    least=1e-20,
-    correction="expert_bias",
-    shared="shared_experts",
-    turns_windows=True,
-)
-
 KNOWN: Mapping[str, Known] = {
     "afmoe": Known(
-        _windows.AFMOE,
-        _AFMOE,
-        head_norms="each",
-        part_norms=("post_attention_norm", "post_ffw_norm"),
-        gates="attn_gate",
+        _windows.AFMOE, head_norms="each", part_norms=("post_attention_norm", "post_ffw_norm")
     ),
     "deepseek2": Known(_sigmoid.deepseek2),
     "dots1": Known(_sigmoid.DOTS1, head_norms="each"),
@@ -146,9 +127,7 @@ KNOWN: Mapping[str, Known] = {
 }
 
 
-def family_of(known: Known, architecture: Architecture) -> Family | None:
-    """Return the row of an architecture's family; `None` if there is none."""
-    if known.family is not None:
-        return known.family
+def family_of(architecture: Architecture) -> Family | None:
+    """Return the row of an architecture's attention; `None` if there is none."""
     wanted = {f"{architecture.prefix}{part}Attention" for part in ("", "Text")}
     return next((row for (_, kind, _), row in FAMILIES.items() if kind in wanted), None)

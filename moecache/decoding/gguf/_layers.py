@@ -191,7 +191,8 @@ class LayerReader:
             window=facts.window(block),
             is_chunked=facts.is_chunked(block),
             temperature=facts.temperature(block),
-            is_gated=family.is_gated or bool(facts.known.gates),
+            is_gated=family.is_gated,
+            gates=trunk.linear(f"{at}.attn_gate") if family.gates else None,
         )
 
     def _plain_norm(self, width: int) -> Norm:

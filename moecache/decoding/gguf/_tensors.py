@@ -66,7 +66,6 @@ def check_tensors(store: GgufStore, facts: Facts) -> None:
         raise NoTextModelError(f"tensor {others[0]} is none of this model's")
     _check_behind(store, facts)
     _check_experts(store, facts)
-    _check_gates(store, facts)
     for name, (matrix, _) in store.trunk_matrices.items():
         if name not in wanted or is_made_numbers(name):
             continue
@@ -117,17 +116,6 @@ def _check_experts(store: GgufStore, facts: Facts) -> None:
                 raise NoTextModelError(f"{at}'s {name} is {list(roles[name].shape)}")
 
 
-def _check_gates(store: GgufStore, facts: Facts) -> None:
-    """Look whether queries and their gates can be one matrix, as a recipe has them."""
-    gates, types = facts.known.gates, store.tensor_types
-    if gates and facts.is_biased:
-        raise NoTextModelError("queries with a bias beside gates run with torch")
-    for at in (f"blk.{block}" for block in range(facts.num_layers if gates else 0)):
-        one, other = (types[f"{at}.{name}.weight"] for name in ("attn_q", gates))
-        if one != other:
-            raise NoTextModelError(f"{at}.{gates} in {other} beside {one} runs with torch")
-
-
 def _wanted(facts: Facts, found: Shapes) -> Wanted:
     """Yield the trunk's tensors and their shapes; a head as the file has it."""
     hidden = facts.hidden_size
@@ -174,8 +162,8 @@ def _attention(facts: Facts, block: int) -> Wanted:
         del projections["attn_v"]
     for name, rows in projections.items():
         yield from _linear(f"{at}.{name}", rows, hidden, has_bias=facts.is_biased)
-    if facts.known.gates:
-        yield f"{at}.{facts.known.gates}.weight", (heads, hidden)
+    if facts.family.gates:
+        yield f"{at}.attn_gate.weight", (heads, hidden)
     has_out_bias = facts.is_biased and facts.known.has_out_bias
     yield from _linear(f"{at}.attn_output", hidden, heads, has_bias=has_out_bias)
     if facts.has_head_norms and facts.known.head_norms != "plain":

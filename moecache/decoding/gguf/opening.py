@@ -75,7 +75,7 @@ def open_text_model(
         options["host_bytes"] = options.get("host_bytes", host_bytes) + parse_bytes(prefix_memory)
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
         runtime = open_runtime(store, memory, makes_room=True, **options)
-        trunk = Trunk(store, said.names(), said.gates)
+        trunk = Trunk(store, said.names())
         on_trunk(said, trunk)
         model = TextModel(said, runtime, trunk, looks_ahead=is_forced)
         trunk.close()

@@ -62,7 +62,7 @@ class FileModel:
             raise NoTextModelError(f"architecture {store.architecture!r} runs with torch")
         said = Metadata(store.metadata, store.tensor_shapes, store.read_tensor)
         architecture = known.find(said)
-        family = family_of(known, architecture)
+        family = family_of(architecture)
         if family is None:
             raise NoTextModelError(f"{architecture.prefix} runs with torch")
         self.settings: Mapping[str, Any] = architecture.settings(said)
@@ -153,15 +153,6 @@ class FileModel:
     def names(self) -> list[str]:
         """Return the names of the trunk's tensors, in the order of the file."""
         return trunk_names(self._store.tensor_shapes, self.num_layers)
-
-    @property
-    def gates(self) -> Mapping[str, tuple[str, int]]:
-        """Gates by the matrix of queries that they follow, head by head, and the heads."""
-        gates, blocks = self.facts.known.gates, range(self.num_layers)
-        return {
-            f"blk.{block}.attn_q.weight": (f"blk.{block}.{gates}.weight", self.facts.num_heads)
-            for block in (blocks if gates else ())
-        }
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of positions, float32 [num_positions, num_angles] each."""

@@ -1,9 +1,8 @@
 """Trunk: the weights of a GGUF file beside its experts, in memory as kernels take them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -46,27 +45,21 @@ class Trunk:
         Open until all is read.
     names : sequence of str
         Of tensors that are wanted, and that the file has.
-    gates : mapping of str to (str, int)
-        By matrices of queries: those of gates, of as many rows in the same type, that become one
-        matrix with them, and the number of heads. A head's queries are followed by its gates.
     """
 
-    def __init__(
-        self,
-        store: GgufStore,
-        names: Sequence[str],
-        gates: Mapping[str, tuple[str, int]] = MappingProxyType({}),
-    ) -> None:
-        self._store, self._memory, self._gates = store, Memory(), gates
+    def __init__(self, store: GgufStore, names: Sequence[str]) -> None:
+        self._store, self._memory = store, Memory()
         self._matrices, self._types = store.trunk_matrices, store.tensor_types
         self._names = set(names)
         self._done: list[int] = []  # bytes of each tensor that is there
         # The largest first, lest a head keep one thread busy when all others are done; the others
         # in the order of the file. An embedding is multiplied by where it is the head, too, in
         # another form than its rows are.
-        taken = {name for name, _ in gates.values()}
-        taken |= {EMBEDDING} if HEAD in self._names else set()
-        wanted = [name for name in names if name not in taken and not _EXPANDING.fullmatch(name)]
+        wanted = [
+            name
+            for name in names
+            if (name != EMBEDDING or HEAD not in self._names) and not _EXPANDING.fullmatch(name)
+        ]
         expanding = filter(None, map(_EXPANDING.fullmatch, names))
         order = sorted(wanted, key=lambda name: -(self._nbytes(name) // CHUNK_BYTES))
         # One more than compute forms: another reads meanwhile.
@@ -162,23 +155,14 @@ class Trunk:
         matrix = self._matrices[name][0]
         rows, columns, known = matrix.rows, matrix.columns, matrix.format
         assert known.form is not None  # `FileModel` has looked
-        nbytes = known.nbytes(rows, columns)
-        gates, heads = self._gates.get(name, ("", 0))
-        raw = self._memory.passing(nbytes * (1 + bool(gates)))
-        self._store.read_parts(name, raw[:nbytes])
-        if gates:
-            self._store.read_parts(gates, raw[nbytes:])
-            raw, rows = _by_heads(raw, heads), 2 * rows
+        raw = self._memory.passing(known.nbytes(rows, columns))
+        self._store.read_parts(name, raw)
         form = self._memory.lasting(known.form.nbytes(rows, columns))
         tile(raw, known.name, rows, columns, form)
         return form, known.name, rows, columns
 
     def _read_numbers(self, name: str) -> tuple[np.ndarray, str, int, int]:
         found = self._store.read_tensor(name)
-        if name in self._gates:
-            gates, heads = self._gates[name]
-            both = np.stack([found, self._store.read_tensor(gates)])
-            found = _by_heads(both, heads).reshape(-1, found.shape[1])
         if found.dtype.name not in _TYPES or found.ndim != 2:
             # Norms, biases and what few bytes have another type.
             found = found.astype(np.float32)
@@ -214,8 +198,3 @@ class Trunk:
         embed = embed_rows(rows, matrix.format.name, matrix.columns, is_rounded=False)
         assert embed is not None
         return embed
-
-
-def _by_heads(both: np.ndarray, heads: int) -> np.ndarray:
-    """Return two matrices, one behind the other, with their rows head by head in turns."""
-    return np.ascontiguousarray(both.reshape(2, heads, -1).swapaxes(0, 1)).reshape(-1)

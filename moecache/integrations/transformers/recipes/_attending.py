@@ -91,6 +91,7 @@ class AttentionReader:
             is_chunked=_kind(config, index) == _CHUNKED,
             temperature=self._temperature(module),
             is_gated=family.is_gated,
+            gates=None if family.gates is None else weights.linear(module, family.gates),
         )
 
     def _linear(self, module: Any) -> LinearAttention:

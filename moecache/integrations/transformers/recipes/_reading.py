@@ -125,7 +125,7 @@ def read_recipe(
         layers,
         weights.norm(norm, adds_one=family.adds_one),
         weights.linear(model, "lm_head"),
-        float(weights.number(inner, family.embedding)) if family.embedding else 1.0,
+        _embedding_scale(inner, family, weights),
         float(weights.number(config, family.logits)) if family.logits else 1.0,
         weights.number(config, family.cap) if family.cap else None,
         # What such a model's modules round, and more: hidden states stay float32 between products.
@@ -133,6 +133,12 @@ def read_recipe(
     )
     embed = embedding_of(embedding, weights)
     return Reading(recipe, weights, embed, turns.module, turns.width)
+
+
+def _embedding_scale(inner: Any, family: Family, weights: Weights) -> float:
+    if family.rooted and weights.number(inner.config, family.rooted):
+        return float(inner.config.hidden_size**0.5)
+    return float(weights.number(inner, family.embedding)) if family.embedding else 1.0
 
 
 def _attending(layer: Any) -> Any:
@@ -226,7 +232,16 @@ class _Reader:
         )
         scale = float(weights.number(layer, family.residual)) if family.residual else 1.0
         made = Layer(before, self._attending.read(index, layer), behind, scale=scale)
-        return self._with_forward(made, layer, block)
+        made = self._with_forward(made, layer, block)
+        if family.part_norms is None:
+            return made
+        attention_out, forward_out = (
+            weights.norm(getattr(layer, name), adds_one=family.adds_one)
+            for name in family.part_norms
+        )
+        # Experts are given what the feed-forward beside them is, and their sum has the norm.
+        beside = None if made.router is None else Beside(behind, behind)
+        return replace(made, attention_out=attention_out, forward_out=forward_out, beside=beside)
 
     def _with_forward(self, made: Layer, layer: Any, block: Any) -> Layer:
         """Return a layer with its experts, or the feed-forward that it has instead."""

@@ -20,7 +20,7 @@ from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import TextStream
 from moecache.stores import open_store
-from tests.helpers.gguf_texts import write_quantized, write_text_file
+from tests.helpers.gguf_texts import write_text_file
 from tests.helpers.leaks import nothing_left
 from tests.helpers.pages import run_child
 
@@ -153,18 +153,6 @@ def test_prompts_that_cannot_be_continued(text_file: Path, prompt: str, error: s
     assert done.returncode == 2
     assert error in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_inspect_says_which_way_a_families_tokens_go(tmp_path: Path, capsys: Captured) -> None:
-    """A recipe of files alone has no tokens with torch."""
-    ways = {
-        "qwen3moe": "one compiled call each; prompts in parts, a call each",
-        "afmoe": "one compiled call each without torch, the model's modules with it",
-    }
-    for name, way in ways.items():
-        path = write_quantized(tmp_path / f"{name}.gguf", name)
-        assert cli.main(["inspect", str(path), "--memory", "1MiB"]) == 0
-        assert f"tokens of {name}: {way}\n" in capsys.readouterr().out
 
 
 def test_options_for_ranks_are_refused_without_them(text_file: Path) -> None:

@@ -53,7 +53,7 @@ pytestmark = [
 STATEFUL = ("qwen3_5_moe", "qwen3_next", "nemotron_h", "lfm2_moe", "granitemoehybrid")
 NAMES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "phimoe"),
-    *("exaone_moe", "hunyuan_v1_moe", "granitemoe", *STATEFUL),
+    *("afmoe", "exaone_moe", "hunyuan_v1_moe", "granitemoe", *STATEFUL),
 )
 PART = 24
 

@@ -75,6 +75,17 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    # Gates are a matrix of their own, and what parts of a layer give has norms.
+    "gates": (
+        "afmoe",
+        {
+            "sliding_window": 6,
+            "num_dense_layers": 1,
+            "mup_enabled": True,
+            "route_scale": 2.5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     # Layers of two kinds, each with heads and angles of its own; a window is passed.
     "beside": (
         "gemma4_text",

@@ -149,21 +149,6 @@ def test_new_families_have_their_own_tensors_and_nothing_else(
     check_refused(tmp_path, name, change, reason)
 
 
-def test_gates_are_of_the_type_of_the_queries_that_they_follow(tmp_path: Path) -> None:
-    """A matrix of both has one; and queries with a bias have none of gates."""
-    model, metadata, tensors = parts_of("afmoe")
-    write_gguf(tmp_path / "m.gguf", metadata, tensors, {"2.attn_gate": "BF16"})
-    with pytest.raises(NoTextModelError, match=r"blk\.2\.attn_gate in BF16 beside F32 runs with"):
-        open_text_model(tmp_path / "m.gguf")
-    for layer in range(model.config.num_hidden_layers):
-        for part in ("q", "k", "v", "output"):
-            rows = len(tensors[f"blk.{layer}.attn_{part}.weight"])
-            tensors[f"blk.{layer}.attn_{part}.bias"] = np.ones(rows, np.float32)
-    write_gguf(tmp_path / "m.gguf", metadata, tensors)
-    with pytest.raises(NoTextModelError, match="queries with a bias beside gates run with torch"):
-        open_text_model(tmp_path / "m.gguf")
-
-
 @pytest.mark.parametrize("name", ["exp_probs_b.bias", "ffn_gate_inp.weight"])
 def test_what_scores_experts_is_numbers(tmp_path: Path, name: str) -> None:
     """Torch would choose an expert whose score is none."""

@@ -256,8 +256,8 @@ def test_a_model_that_fails_is_an_error_and_the_next_request_is_answered(
     served: Served, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Status 500, or an event where the answer has begun."""
+    from moecache.decoding.text import Text
     from moecache.errors import StoreError
-    from moecache.integrations.transformers.continuing import Text
 
     def fail(*_: Any, **__: Any) -> None:
         raise StoreError('the "disk" is gone')

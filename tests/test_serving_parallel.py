@@ -31,8 +31,12 @@ NUM_TOKENS = 9
 
 @pytest.fixture(name="model", scope="module")
 def _model(qwen3_moe: Path) -> Any:
+    """Return a model whose prompts go through its modules, in pages."""
+    from moecache.integrations.transformers import _current
+
     model = load_in_slots(qwen3_moe, compute="fast")
-    with model.moecache:
+    with model.moecache, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_current, "_reads_prompts", lambda *_: False)
         yield model
 
 

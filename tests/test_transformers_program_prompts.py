@@ -424,7 +424,7 @@ def test_inspect_says_how_prompts_go(
     assert cli.main(["inspect", str(tmp_path)]) == 0
     found = capsys.readouterr().out
     assert "one compiled call each" in found
-    assert "prompts" not in found
+    assert "prompts in parts" not in found
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "exaone_moe", "qwen3_5_moe"])

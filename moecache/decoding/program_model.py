@@ -85,8 +85,13 @@ class ProgramModel(ABC):
         recipe: Recipe,
         kinds: tuple[str, str],
     ) -> None:
-        self.runtime, self.context, self.ends = runtime, context, ends
-        self._recipe, self._kinds = recipe, kinds
+        self.runtime, self.context = runtime, context
+        self._ends, self._recipe, self._kinds = ends, recipe, kinds
+
+    @property
+    def ends(self) -> Collection[int]:
+        """Tokens with which the model ends its texts."""
+        return self._ends
 
     @property
     def num_layers(self) -> int:

@@ -22,8 +22,6 @@ class DecodedModel(ProgramModel):
     ----------
     model : PreTrainedModel
         As `load` returns it, whose decoder `reads_prompts`.
-    ends : collection of int
-        Tokens with which it ends its texts.
 
     Raises
     ------
@@ -31,13 +29,18 @@ class DecodedModel(ProgramModel):
         If a program does not compute its texts; so do the methods, of a model that has changed.
     """
 
-    def __init__(self, model: Any, ends: set[int]) -> None:
+    def __init__(self, model: Any) -> None:
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._decoder = model.moecache.decoder
         with self._computing() as how:
             recipe = how.recipe
-        kind = TYPES[model.dtype]
-        super().__init__(model.moecache.runtime, context, ends, recipe, (kind, kind))
+        self._model, kind = model, TYPES[model.dtype]
+        super().__init__(model.moecache.runtime, context, (), recipe, (kind, kind))
+
+    @property
+    def ends(self) -> set[int]:
+        """Tokens with which the model ends its texts, as its configuration says now."""
+        return ends_of(self._model)
 
     @property
     def way(self) -> str:  # type: ignore[override]
@@ -65,4 +68,4 @@ def decoded_model(model: Any) -> DecodedModel | None:
     decoder = getattr(offload, "decoder", None)
     if offload is None or decoder is None or offload.ranks is not None or not has_loop(model):
         return None
-    return DecodedModel(model, ends_of(model)) if decoder.reads_prompts() else None
+    return DecodedModel(model) if decoder.reads_prompts() else None

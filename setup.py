@@ -3,7 +3,9 @@
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +36,7 @@ if build not in FLAGS:
 checked = build != "release"
 num_cores = len(os.sched_getaffinity(0))
 # A folder of what was compiled, if any: another release build takes the same from there.
-kept = None if checked else os.environ.get("BUILD_CACHE")
+cache = None if checked else os.environ.get("MOECACHE_BUILD_CACHE")
 
 headers = sorted(path.as_posix() for path in Path("moecache").rglob("*.h"))
 folders = sorted({os.path.dirname(header) for header in headers})
@@ -60,9 +62,9 @@ def is_current(target: Path) -> bool:
 
 
 def digest(facts: object, files: list[str]) -> str:
-    """Return a name for what is made of files, by their names and contents."""
+    """Return a name for what this file makes of others, by their names and contents."""
     found = hashlib.sha256(repr((facts, files)).encode())
-    for file in files:
+    for file in (__file__, *files):
         found.update(hashlib.sha256(Path(file).read_bytes()).digest())
     return found.hexdigest()
 
@@ -111,12 +113,11 @@ class BuildExtensions(build_ext):
         folder = f"build/cython-{build}"
         # Cython's own cache has the paths of Cython in its names: pip's environments have others.
         sources = sorted(path.as_posix() for path in Path("moecache").rglob("*.p[yx][xd]"))
-        same = (
-            os.path.join(kept, digest(Cython.__version__, [*sources, *headers])) if kept else None
-        )
-        if same and os.path.isdir(same):
+        name = digest(Cython.__version__, [*sources, *headers])
+        saved = Path(cache, name) if cache else None
+        if saved and saved.is_dir():
             # Newer than all that they are made of, so that none is made again.
-            shutil.copytree(same, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+            shutil.copytree(saved, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
         made = cythonize(
             self.extensions,
             build_dir=folder,
@@ -133,8 +134,14 @@ class BuildExtensions(build_ext):
                 "auto_pickle": False,
             },
         )
-        if same and not os.path.isdir(same):
-            shutil.copytree(folder, same)
+        if saved and not saved.is_dir():
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            passing = tempfile.mkdtemp(dir=saved.parent)
+            shutil.copytree(folder, passing, dirs_exist_ok=True)
+            try:
+                os.rename(passing, saved)
+            except OSError:  # another build was first
+                shutil.rmtree(passing)
         by_name = {extension.name: extension for extension in made}
         for extension in self.extensions:
             extension.sources = by_name[extension.name].sources
@@ -166,10 +173,12 @@ class BuildExtensions(build_ext):
         (target,) = self.compiler.object_filenames([source], output_dir=self.build_temp)
         if not self.force and is_current(Path(target)):
             return target
-        same = os.path.join(kept, self.key(extension, source)) if kept else None
-        if same and os.path.exists(same):
+        saved = Path(cache, self.key(extension, source)) if cache else None
+        if saved and saved.exists():
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            shutil.copyfile(same, target)
+            # What an earlier object was made of says nothing of this one.
+            Path(target).with_suffix(".d").unlink(missing_ok=True)
+            shutil.copyfile(saved, target)
             return target
         self.compiler.compile(
             [source],
@@ -179,9 +188,10 @@ class BuildExtensions(build_ext):
             debug=self.debug,
             extra_postargs=extension.extra_compile_args,
         )
-        if same:
-            shutil.copyfile(target, f"{same}.part")
-            os.replace(f"{same}.part", same)
+        if saved:
+            passing = f"{saved}.{os.getpid()}"
+            shutil.copyfile(target, passing)
+            os.replace(passing, saved)
         return target
 
     def key(self, extension: Extension, source: str) -> str:
@@ -189,8 +199,12 @@ class BuildExtensions(build_ext):
 
         All headers count: if one is missing where a build takes place, nothing is taken.
         """
-        flags = [*self.compiler.compiler_so, *extension.extra_compile_args]
-        return digest([sys.version, np.__version__, flags], [source, *headers]) + ".o"
+        compiler, *flags = self.compiler.compiler_so
+        asked = [compiler, "--version"]
+        version = subprocess.run(asked, capture_output=True, check=False).stdout  # noqa: S603
+        facts = [sys.version, np.__version__, version, flags, extension.extra_compile_args]
+        facts.append(extension.define_macros)
+        return digest(facts, [source, *headers]) + ".o"
 
 
 # Workers that cythonize starts may import this file.

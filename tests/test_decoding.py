@@ -11,6 +11,7 @@ from moecache.decoding._held import KeyValues
 from moecache.decoding._program import Program
 from moecache.decoding.recipe import (
     Layer,
+    Linear,
     Recipe,
     Rotation,
     Router,
@@ -31,6 +32,7 @@ from tests.helpers.decoding import (
     latent,
     linear,
     norm,
+    normed,
     pages_of,
     recipe_of,
     short,
@@ -75,6 +77,26 @@ def test_a_program_computes_the_formulas(kind: str, level: str) -> None:
     oracle = Oracle(recipe, [[] for _ in recipe.layers])
     expected = [oracle.logits(tokens[0, i], i) for i in range(num)]
     np.testing.assert_allclose(alone, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_inputs_of_numbers_have_the_type_that_a_recipe_says(level: str) -> None:
+    """Rounded where the processor multiplies bfloat16, and for weights of bfloat16 alone."""
+    tokens = np.random.default_rng(3).normal(size=(1, 3, HIDDEN)).astype(np.float32)
+    with computing(level):
+        for dtype, is_rounded in (("float32", False), ("bfloat16", level in ("avx512", "amx"))):
+            weights = drawn(VOCABULARY, HIDDEN).astype(dtype)
+            head = Linear(kernels.matrix_of(weights))
+            found = []
+            for product_type in ("f32", "bf16"):
+                recipe = Recipe(HIDDEN, (), norm(HIDDEN), head, product_type=product_type)
+                program = Program(recipe, ExpertCache(num_layers=1, num_experts=8, capacity=4))
+                found.append(call(program, [], tokens, 0)[0])
+            assert np.array_equal(*found) != is_rounded, dtype
+            rounded = normed(norm(HIDDEN), tokens[0].astype(np.float64)).astype("bfloat16")
+            wanted = rounded.astype(np.float64) @ weights.astype(np.float64).T
+            if is_rounded:
+                np.testing.assert_allclose(found[1], wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_window_has_passed_need_not_be_there() -> None:
@@ -231,6 +253,8 @@ def test_a_score_may_be_on_the_input_of_the_only_expert() -> None:
         ({"window": -1}, "do not share"),
         ({"temperature": (0.0, 0.1)}, "have no temperature"),
         ({"out": linear(HIDDEN, HEADS * 6)}, "is not one of"),
+        ({"gates": linear(HEADS * 10, HIDDEN)}, "gates of 10 numbers for values of 7"),
+        ({"gates": linear(HEADS * 10, HIDDEN), "is_gated": True}, "and there is a matrix of gates"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -224,21 +224,27 @@ def test_quantized_weights_are_those_of_the_file(
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "type_of_rest"),
     [
-        *("gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe", GEMMA),
-        *("granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe latent", "exaone-moe"),
-        *("afmoe", "llama4"),
+        *((name, "F32") for name in ("gpt-oss yarn", "llama", "deepseek2 v3", "qwen35moe", GEMMA)),
+        *((name, "F32") for name in ("granitehybrid", "lfm2moe", "nemotron_h_moe", "exaone-moe")),
+        *((name, "F32") for name in ("nemotron_h_moe latent", "afmoe", "llama4")),
+        *((name, "BF16") for name in ("qwen3moe", "afmoe", "deepseek2 v3", "qwen35moe")),
     ],
 )
-def test_bits_depend_neither_on_cuts_nor_slots(tmp_path: Path, name: str) -> None:
-    """Nor on what is foreseen; a window is passed on the way."""
+def test_bits_depend_neither_on_cuts_nor_slots(
+    tmp_path: Path, name: str, type_of_rest: str
+) -> None:
+    """Nor on what is foreseen; a window is passed, and inputs of bfloat16 are rounded alike."""
     own = {"moe_intermediate_size": 32} if name not in {"gpt-oss yarn", "llama"} else {}
     _, metadata, tensors = parts_of(name, hidden_size=64, intermediate_size=32, **own)
-    write_gguf(tmp_path / "model.gguf", metadata, tensors, {"_exps.weight": "Q4_0"})
+    types = {"_exps.weight": "Q4_0"} if type_of_rest == "F32" else {"norm": "F32", "": "BF16"}
+    write_gguf(tmp_path / "model.gguf", metadata, tensors, types)
     found = []
     for options in ({"memory": "100%"}, {"slots": 2}, {"memory": "50%", "prefetch": "router"}):
         with open_text_model(tmp_path / "model.gguf", **options) as model:
+            with model._computing() as how:
+                assert how.step.product_type == "bf16"
             for cut in (40, 1, 17):
                 cache = model.new_cache()
                 for start in range(0, len(IDS), cut):

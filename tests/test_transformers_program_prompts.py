@@ -341,6 +341,8 @@ def test_bfloat16_is_multiplied_by_bfloat16(tmp_path: Path, short_parts: None, n
                 model = load_in_slots(path, memory, compute="fast")
                 with model.moecache:
                     assert model.moecache.decoder.reads_prompts(), model.moecache.decoder.reason
+                    with model.moecache.decoder.computing() as how:
+                        assert how.step.product_type == "bf16"
                     logits, cache = read(model, ids, cuts)
                     found.append([logits, *held(cache)])
         family = {**MORE_FAMILIES, **FAMILIES}[name]

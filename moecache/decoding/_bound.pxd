@@ -107,7 +107,7 @@ cdef struct Layer:
 cdef class Bound:
     cdef Layer *layers
     cdef int64_t num_layers, hidden_size, top_k
-    # What weights of numbers are multiplied by, where the processor has such products.
+    # Type of the inputs of weights that are no integers, where the processor has such products.
     cdef int product_type
     # Numbers of an expert's input.
     cdef int64_t expert_size

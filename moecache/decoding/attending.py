@@ -95,7 +95,7 @@ class Attention:
         Whether a head's query is followed by as many numbers whose sigmoid multiplies what the
         head gives: `query` is [2 * num_heads * width, inputs].
     gates : Linear [num_heads * width, inputs], optional
-        Has these numbers instead, where they are a matrix of their own.
+        The matrix of these numbers, where they do not follow queries.
     """
 
     query: Linear

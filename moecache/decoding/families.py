@@ -56,13 +56,13 @@ class Family:
     layer_norms : (str, str)
         Attributes of a layer that has two parts: the norms before them.
     part_norms : (str, str), optional
-        And the norms of what they give.
+        And the norms of their results.
     attention, out : str
         Attributes of a layer, and of its attention, that have attention and its last product.
     is_gated : bool, default False
         Whether queries are followed by gates of what attention gives.
     gates : str, optional
-        Attribute of attention that has these gates by themselves.
+        Attribute of attention that has the gates' matrix, where they do not follow queries.
     adds_one : bool, default False
         Whether norms of the residual stream, of queries and of keys are weighted by 1 and more.
     is_beside : bool, default False
@@ -80,7 +80,7 @@ class Family:
     residual, embedding, logits : str, optional
         Attributes of a layer, of the inner model and of the configuration that scale what is added
         to hidden states, embeddings, and (by division) logits.
-    rooted : str, optional
+    scales_by_root : str, optional
         Attribute of the configuration that says whether the root of the hidden size scales
         embeddings.
     """
@@ -121,7 +121,7 @@ class Family:
     residual: str | None = None
     embedding: str | None = None
     logits: str | None = None
-    rooted: str | None = None
+    scales_by_root: str | None = None
 
 
 _SIGMOID = Family(
@@ -181,7 +181,7 @@ FAMILIES = {
         layer_norms=("input_layernorm", "pre_mlp_layernorm"),
         part_norms=("post_attention_layernorm", "post_mlp_layernorm"),
         gates="gate_proj",
-        rooted="mup_enabled",
+        scales_by_root="mup_enabled",
     ),
     ("glm4_moe", "Glm4MoeAttention", "Glm4MoeMoE"): _SIGMOID,
     ("dots1", "Dots1Attention", "Dots1MoE"): _SIGMOID,

@@ -61,8 +61,6 @@ class ProgramModel(ABC):
     runtime : ExpertRuntime
     context : int or None
         Positions that a text may have; `None` if there is no end.
-    ends : collection of int
-        Tokens with which the model ends its texts.
     recipe : Recipe
         Of the model as it is now.
     kinds : (str, str)
@@ -70,7 +68,7 @@ class ProgramModel(ABC):
 
     Attributes
     ----------
-    runtime, context, ends
+    runtime, context
         What was given.
     """
 
@@ -81,17 +79,16 @@ class ProgramModel(ABC):
         self,
         runtime: ExpertRuntime,
         context: int | None,
-        ends: Collection[int],
         recipe: Recipe,
         kinds: tuple[str, str],
     ) -> None:
         self.runtime, self.context = runtime, context
-        self._ends, self._recipe, self._kinds = ends, recipe, kinds
+        self._recipe, self._kinds = recipe, kinds
 
     @property
+    @abstractmethod
     def ends(self) -> Collection[int]:
         """Tokens with which the model ends its texts."""
-        return self._ends
 
     @property
     def num_layers(self) -> int:

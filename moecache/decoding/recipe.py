@@ -188,9 +188,8 @@ class Recipe:
     cap : float, optional
         Logits are cap * tanh(logits / cap).
     product_type : {"f32", "bf16"}, default "f32"
-        What weights that are numbers are multiplied by, where the processor has such products:
-        "bf16" rounds inputs. All else is float32, and weights of integers are multiplied by
-        integers.
+        Type of the inputs of weights that are no integers, where the processor has such products:
+        "bf16" rounds inputs. All else is float32.
     """
 
     hidden_size: int

@@ -124,8 +124,8 @@ cdef class Experts:
         input_row_bytes : int
             From a row to the next.
         product_type : {"f32", "bf16"}, optional
-            What weights that are numbers are multiplied by, where the processor has such products;
-            "bf16" rounds inputs and activations. By default what inputs are.
+            Type of the inputs of weights that are no integers, and of the activations between,
+            where the processor has such products; by default `input_type`.
 
         Raises
         ------
@@ -134,16 +134,16 @@ cdef class Experts:
         """
         cdef Inputs found = Inputs.__new__(Inputs)
         cdef int given = _INPUTS.index(input_type)
-        cdef int meant = given if product_type is None else _INPUTS.index(product_type)
+        cdef int product = given if product_type is None else _INPUTS.index(product_type)
         num_tokens = max(0, num_tokens)
         found.fill(
-            <const uint8_t *>inputs, given, meant, num_tokens, input_row_bytes,
+            <const uint8_t *>inputs, given, product, num_tokens, input_row_bytes,
             &self.experts.up[0].first
         )
         if not self.multiplies_alike:
             found.more = Inputs.__new__(Inputs)
             found.more.fill(
-                <const uint8_t *>inputs, given, meant, num_tokens, input_row_bytes,
+                <const uint8_t *>inputs, given, product, num_tokens, input_row_bytes,
                 &self.experts.up[1].first
             )
         return found
@@ -206,10 +206,10 @@ cdef class Experts:
         e.out.data = <uint8_t *>out
         e.out.row_bytes = out_row_bytes
         e.out.type = _INPUTS.index(out_type)
-        e.hidden_type = mc_input_type(level, inputs.meant, &e.down.first)
+        e.hidden_type = mc_input_type(level, inputs.product_type, &e.down.first)
         e.hidden.type = MC_X_F32 if e.hidden_type == MC_X_PLANES else e.hidden_type
         for part in range(e.num_ups):
-            e.input_types[part] = mc_input_type(level, inputs.meant, &e.up[part].first)
+            e.input_types[part] = mc_input_type(level, inputs.product_type, &e.up[part].first)
             of_part = inputs if part == 0 or self.multiplies_alike else inputs.more
             if (
                 of_part is None or of_part.wanted != e.input_types[part]

@@ -50,9 +50,11 @@ INLINE void LEVEL(row)(
     }
     if (k < columns) {
         vf chains[MOST_INPUTS][CHAINS] = {{{0}}};
-        for (; k + CHAINS * LANES <= columns; k += CHAINS * LANES)
+        for (; k + CHAINS * LANES <= columns; k += CHAINS * LANES) {
+            MC_FETCH(row + k * bytes, num);
             for (int chain = 0; chain < CHAINS; chain++)
                 STEP(chain, k + chain * LANES, LEVEL(load))
+        }
         for (; k + LANES <= columns; k += LANES)
             STEP(0, k, LEVEL(load))
         if (k < columns)

@@ -10,10 +10,10 @@ cdef class Inputs:
     cdef Inputs more
     cdef uint8_t *scratch
     cdef int64_t row_bytes, num, columns
-    # What products are chosen by, and what this one multiplies.
-    cdef int meant, wanted, codes
+    # The type by which products are chosen, and the one that this product multiplies.
+    cdef int product_type, wanted, codes
     cdef int fill(
-        self, const uint8_t *inputs, int given, int meant, int64_t num, int64_t row_bytes,
+        self, const uint8_t *inputs, int given, int product_type, int64_t num, int64_t row_bytes,
         const mc_matrix *matrix
     ) except -1
 

@@ -34,7 +34,7 @@ cdef class Inputs:
         free(self.scratch)
 
     cdef int fill(
-        self, const uint8_t *inputs, int given, int meant, int64_t num, int64_t row_bytes,
+        self, const uint8_t *inputs, int given, int product_type, int64_t num, int64_t row_bytes,
         const mc_matrix *matrix
     ) except -1:
         """Point to `num` rows, or to their values as a matrix multiplies them.
@@ -44,7 +44,8 @@ cdef class Inputs:
         cdef int64_t nbytes
         cdef mc_conversion conversion
         cdef const mc_level *level = level_in_use()
-        self.meant, self.wanted = meant, mc_input_type(level, meant, matrix)
+        self.product_type = product_type
+        self.wanted = mc_input_type(level, product_type, matrix)
         self.codes, self.columns, self.num = matrix.codes, matrix.columns, num
         self.first, self.row_bytes = inputs, row_bytes
         nbytes = mc_input_row_bytes(self.wanted, mc_input_columns(matrix))

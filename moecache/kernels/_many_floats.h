@@ -68,7 +68,7 @@ INLINE void LEVEL(add_stretch)(
             sums[t * MC_TILE + r] += chains[r][t][0] + chains[r][t][1];
 }
 
-/* 16 rows of numbers with all inputs of a room. */
+/* 16 rows of numbers with all inputs of a room. Rows beyond the matrix have any value, and so have their sums. */
 INLINE void LEVEL(many_numbers)(
     const mc_matrix *matrix, int64_t row, int64_t num, LEVEL(room) *room, float *out, int format)
 {

@@ -21,7 +21,7 @@ static void mc_add_bias(float *values, const mc_rows *bias, int64_t index, int64
         values[i] += terms[i];
 }
 
-/* Converts an input of this matrix to another type, or copies it with zeros behind it. */
+/* Converts an input of this matrix to another type, or copies it with zeros behind it. To bf16 it is fp32's. */
 static void mc_convert(const mc_level *level, const uint8_t *from, int given, int wanted,
                        const mc_matrix *matrix, uint8_t *to)
 {

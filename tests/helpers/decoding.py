@@ -148,6 +148,12 @@ KINDS = {
         value_width=10,
         is_gated=True,
     ),
+    "gates apart": grouped(
+        value=linear(20, HIDDEN),
+        out=linear(HIDDEN, HEADS * 10),
+        value_width=10,
+        gates=linear(HEADS * 10, HIDDEN),
+    ),
     "linear": recurrent(),
     "linear tiled": recurrent(is_tiled=True, kernel=1),
     "linear joined": recurrent(is_joined=True),
@@ -310,6 +316,8 @@ class Oracle:
         q, k, v = times(a.query, x), times(a.key, x), times(a.value, x)
         if a.is_gated:
             q, gates = q.reshape(a.num_heads, 2, -1).swapaxes(0, 1).reshape(2, -1)
+        elif a.gates is not None:
+            gates = times(a.gates, x)
         if a.query_norm is not None and not a.has_late_norms:
             q, k = normed(a.query_norm, q), normed(a.key_norm, k)
         if a.clip is not None:
@@ -331,7 +339,8 @@ class Oracle:
             sink = -np.inf if a.sinks is None else float(a.sinks[head])
             out.append(attended(keys @ q[head] * a.scale, values, sink))
         mixed = np.concatenate(out)
-        return times(a.out, mixed * sigmoid(gates) if a.is_gated else mixed)
+        has_gates = a.is_gated or a.gates is not None
+        return times(a.out, mixed * sigmoid(gates) if has_gates else mixed)
 
     def forward(self, forward: FeedForward, x: np.ndarray) -> np.ndarray:
         """Return a feed-forward's result."""

@@ -10,7 +10,7 @@ import numpy as np
 
 import moecache
 from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.prefixes import PrefixCache, describe_files
+from moecache.decoding.prefixes import ARITHMETIC, PrefixCache, describe_files
 from moecache.decoding.sampler import Sampling
 from moecache.decoding.text import continue_text, keep_pages
 from moecache.errors import ConfigError
@@ -83,7 +83,7 @@ def open_prefixes(
         If the directory cannot be used.
     """
     facts = {
-        "way": ["text", moecache.__version__],
+        "way": ["text", moecache.__version__, ARITHMETIC],
         "files": describe_files(model.runtime.store),
         # What angles are computed by, and all else.
         "machine": [np.__version__, level()],

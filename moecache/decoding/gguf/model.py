@@ -48,7 +48,7 @@ class TextModel(ProgramModel):
         recipe = said.recipe(
             trunk, lambda block: (self._layers[block], self._kernels[self._layers[block]])
         )
-        super().__init__(runtime, said.context, said.ends, recipe, ("bf16", "f32"))
+        super().__init__(runtime, said.context, recipe, ("bf16", "f32"))
         self._how = Computation(
             recipe,
             Program(recipe, runtime.cache),
@@ -61,6 +61,11 @@ class TextModel(ProgramModel):
     def vocabulary(self) -> int:
         """Number of tokens that have logits."""
         return int(self._recipe.head.matrix.rows)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens with which the model ends its texts."""
+        return self._said.ends
 
     def check_room(self, num_tokens: int) -> int:
         """Return how many tokens fit behind so many; a ConfigError if none does."""

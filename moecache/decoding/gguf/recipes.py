@@ -136,6 +136,8 @@ class FileModel:
         # shared expert's; hidden states; and what of all that is converted.
         widths = facts.top_k * (facts.hidden_size + 2 * facts.expert_width)
         widths += 2 * heads + latents + 4 * dense + 8 * facts.hidden_size
+        if facts.family.gates:
+            widths += facts.num_heads * facts.all_heads()[0].width + facts.hidden_size
         return 4 * num_tokens * widths
 
     def check_room(self, num_tokens: int) -> int:
@@ -180,8 +182,7 @@ class FileModel:
             self.facts.embedding_scale,
             float(self.settings.get("logits_scaling", 1.0)),
             self.settings.get("final_logit_softcapping"),
-            # As transformers takes it for a model of bfloat16.
-            "f32" if set(self._store.tensor_types.values()) <= {"F32"} else "bf16",
+            product_type="f32" if self._store.is_f32 else "bf16",
         )
 
     def _check(self) -> None:

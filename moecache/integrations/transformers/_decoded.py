@@ -35,7 +35,7 @@ class DecodedModel(ProgramModel):
         with self._computing() as how:
             recipe = how.recipe
         self._model, kind = model, TYPES[model.dtype]
-        super().__init__(model.moecache.runtime, context, (), recipe, (kind, kind))
+        super().__init__(model.moecache.runtime, context, recipe, (kind, kind))
 
     @property
     def ends(self) -> set[int]:

@@ -18,7 +18,7 @@ def find_model_config(store: GgufStore) -> transformers.PretrainedConfig:
     has another order in either.
     """
     found = find_config(store.metadata, store.tensor_shapes, store.read_tensor)
-    found.dtype = torch.float32 if set(store.tensor_types.values()) <= {"F32"} else torch.bfloat16
+    found.dtype = torch.float32 if store.is_f32 else torch.bfloat16
     found.tie_word_embeddings = False
     return found
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 import moecache
 from moecache.decoding.prefixes import (
+    ARITHMETIC,
     PAGE_TOKENS,
     PART_TOKENS,
     Page,
@@ -256,6 +257,6 @@ def _identity(model: Any, way: str = "") -> bytes:
         "machine": [torch.backends.cpu.get_cpu_capability(), level()],
         "threads": None if way else torch.get_num_threads(),
         "attention": getattr(model.config, "_attn_implementation", None),
-        "page": [way, PAGE_TOKENS],
+        "page": [way, PAGE_TOKENS, ARITHMETIC],
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode()).digest()

@@ -155,6 +155,11 @@ class GgufStore(CheckpointStore):
         return shapes
 
     @property
+    def is_f32(self) -> bool:
+        """Whether all of it is float32; else it is a model of bfloat16."""
+        return set(self.tensor_types.values()) <= {"F32"}
+
+    @property
     def tensor_types(self) -> dict[str, str]:
         """The name of each tensor's type, as ggml gives it, by the tensor's name."""
         return {name: entry.type.name for name, (_, entry) in self._tensors.items()}

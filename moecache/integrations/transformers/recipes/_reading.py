@@ -136,7 +136,7 @@ def read_recipe(
 
 
 def _embedding_scale(inner: Any, family: Family, weights: Weights) -> float:
-    if family.rooted and weights.number(inner.config, family.rooted):
+    if family.scales_by_root and weights.number(inner.config, family.scales_by_root):
         return float(inner.config.hidden_size**0.5)
     return float(weights.number(inner, family.embedding)) if family.embedding else 1.0
 

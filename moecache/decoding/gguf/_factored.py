@@ -13,7 +13,7 @@ _CHUNK = 8192
 _UNNORMED_EXPERTS = 128
 _TEMPERATURE = (8192, 0.1)
 # Positions that any model was trained with, and more; and what no wave is shortened by.
-_LONGEST = 2.0**40
+LONGEST = 2.0**40
 _SHORTEST = 2.0**-20
 # Of transformers' configuration; files do not say it.
 _JITTER = 0.01
@@ -73,7 +73,7 @@ def _phimoe(said: Metadata) -> dict[str, Any]:
         check_plain(said, settings["rope_parameters"])
         scale = said.real("rope.scaling.attn_factor", 1.0)
         length = int(said.real("rope.scaling.original_context_length"))
-        if not 1 <= length < _LONGEST:
+        if not 1 <= length < LONGEST:
             raise said.unsupported("rope.scaling.original_context_length", length)
         settings["rope_parameters"] = {
             "rope_type": "longrope",

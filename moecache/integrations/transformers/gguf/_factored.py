@@ -10,9 +10,6 @@ import torch
 from moecache.decoding.gguf import _factored
 from moecache.decoding.gguf._metadata import Metadata
 
-# Positions that any model was trained with, and more.
-_LONGEST = 2.0**40
-
 
 def _llama4(said: Metadata) -> dict[str, Any]:
     settings = _factored.llama4_settings(said)
@@ -46,7 +43,7 @@ def _llama3(said: Metadata, parameters: dict[str, Any], factors: np.ndarray) -> 
             slope *= 2 * math.pi
             ratio = 1 + 1 / max(slope / waves[ends[0]] - shares[0], 1e-9)
         length = slope * (ratio - 1)
-    if not length < _LONGEST:
+    if not length < _factored.LONGEST:
         raise said.unsupported("rope.freq_base", theta)
     for digits in (3, 5, 8):  # the number of fewest is the one that was written
         found = {

@@ -37,6 +37,11 @@ checked = build != "release"
 num_cores = len(os.sched_getaffinity(0))
 # A folder of what was compiled, if any: another release build takes the same from there.
 cache = None if checked else os.environ.get("MOECACHE_BUILD_CACHE")
+if cache:
+    try:
+        os.makedirs(cache, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"MOECACHE_BUILD_CACHE={cache!r} is no folder: {error}") from error
 
 headers = sorted(path.as_posix() for path in Path("moecache").rglob("*.h"))
 folders = sorted({os.path.dirname(header) for header in headers})
@@ -135,7 +140,6 @@ class BuildExtensions(build_ext):
             },
         )
         if saved and not saved.is_dir():
-            saved.parent.mkdir(parents=True, exist_ok=True)
             passing = tempfile.mkdtemp(dir=saved.parent)
             shutil.copytree(folder, passing, dirs_exist_ok=True)
             try:

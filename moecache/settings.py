@@ -41,7 +41,7 @@ DEFAULT_WARMPIN_AFTER = 512
 
 PREFIX = "MOECACHE_"
 # Read when the package is built, not when it runs.
-_BUILD_VARIABLES = {"MOECACHE_BUILD"}
+_BUILD_VARIABLES = {"MOECACHE_BUILD", "MOECACHE_BUILD_CACHE"}
 
 _OFF = ("0", "false", "no", "disabled", "off")
 _ON = ("1", "true", "on", "yes", "enabled")

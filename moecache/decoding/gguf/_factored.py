@@ -21,9 +21,7 @@ _JITTER = 0.01
 
 def llama4_settings(said: Metadata) -> dict[str, Any]:
     """Return Llama 4's settings, with the factors of its rotation as the file has them."""
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     layers = range(said.num_layers)
     chunk = said.number("attention.sliding_window", _CHUNK)
     if chunk not in {0, _CHUNK}:

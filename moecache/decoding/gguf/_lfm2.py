@@ -11,9 +11,7 @@ _SIGMOID = 2  # of expert_gating_func
 
 def _lfm2(said: Metadata) -> dict[str, Any]:
     settings = plain_settings(said)
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     heads = said.sizes("attention.head_count_kv")[: said.num_layers]
     return {
         **settings,

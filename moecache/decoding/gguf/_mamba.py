@@ -51,9 +51,7 @@ def _granite_hybrid(said: Metadata) -> dict[str, Any]:
 
 
 def _nemotron(said: Metadata) -> dict[str, Any]:
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     heads, width, groups = _mamba_sizes(said)
     settings = common_settings(said)
     width_of_experts = expert_width(said)

@@ -95,6 +95,12 @@ class Metadata:
             )
         return value
 
+    def require(self, key: str, wanted: float) -> None:
+        """Raise the error of `unsupported` unless a number is the one that it is by default."""
+        found = self.number(key, wanted)
+        if found != wanted:
+            raise self.unsupported(key, found)
+
     def number(self, key: str, default: Any = _MISSING) -> Any:
         """Return a finite number, which may stand in a list of one value for all layers."""
         found = self.get(key, default)

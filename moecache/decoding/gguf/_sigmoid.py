@@ -32,9 +32,7 @@ def deepseek2(said: Metadata) -> Architecture:
 
 
 def _mistral4(said: Metadata) -> dict[str, Any]:
-    function = said.number("expert_gating_func", _SOFTMAX)
-    if function != _SOFTMAX:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SOFTMAX)
     # The model's own default is another one than that of files.
     said.get("expert_weights_norm")
     settings = {**_latent(said), **_groups(said)}
@@ -107,9 +105,7 @@ def _deepseek_v3(said: Metadata) -> dict[str, Any]:
 
 def indexed_settings(said: Metadata) -> dict[str, Any]:
     """Return V3's settings, and those of what chooses the positions that are seen."""
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     return {
         **_deepseek_v3(said),
         "index_n_heads": said.size("attention.indexer.head_count", least=1),
@@ -140,9 +136,7 @@ def _groups(said: Metadata) -> dict[str, Any]:
 
 def _shared(said: Metadata) -> dict[str, Any]:
     """Return what models with dense layers first, and experts that all tokens use, add."""
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     return {
         "intermediate_size": said.size("feed_forward_length"),
         "moe_intermediate_size": expert_width(said),
@@ -168,9 +162,7 @@ def _dots1(said: Metadata) -> dict[str, Any]:
 
 
 def _minimax_m2(said: Metadata) -> dict[str, Any]:
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     return {
         **plain_settings(said, is_partial=True),
         "intermediate_size": expert_width(said),
@@ -179,9 +171,7 @@ def _minimax_m2(said: Metadata) -> dict[str, Any]:
 
 
 def _hy_v3(said: Metadata) -> dict[str, Any]:
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     if not said.flag("expert_weights_norm", default=False):
         raise said.unsupported("expert_weights_norm", value=False)
     width, layers = expert_width(said), range(said.num_layers)

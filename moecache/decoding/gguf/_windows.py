@@ -17,9 +17,7 @@ _SIGMOID = 2  # of expert_gating_func
 
 def window_settings(said: Metadata) -> dict[str, Any]:
     """Return what models of sliding windows and a router that is corrected have in common."""
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     settings = plain_settings(said)
     theta = settings["rope_parameters"]["rope_theta"]
     if said.number("rope.freq_base_swa", theta) != theta:

@@ -25,9 +25,7 @@ _NORMS = {
 
 
 def _minimax_m3(said: Metadata) -> dict[str, Any]:
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     if not said.flag("expert_weights_norm", default=True):
         raise said.unsupported("expert_weights_norm", value=False)
     said.get("leading_dense_block_count", None)  # as the tensors say

@@ -23,9 +23,7 @@ _KINDS = {
 
 
 def _deepseek_v4(said: Metadata) -> dict[str, Any]:
-    function = said.number("expert_gating_func", _SQRT_SOFTPLUS)
-    if function != _SQRT_SOFTPLUS:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SQRT_SOFTPLUS)
     if not said.flag("expert_weights_norm", default=True):
         raise said.unsupported("expert_weights_norm", value=False)
     layers, width = range(said.num_layers), head_dim(said)

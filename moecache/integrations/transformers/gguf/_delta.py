@@ -26,9 +26,7 @@ _NAMES = {
 
 def _settings(said: Metadata) -> dict[str, Any]:
     """Return what both have in common."""
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     said.get("leading_dense_block_count", None)  # as the tensors say
     heads, layers = said.size("attention.head_count", least=1), range(said.num_layers)
     rotated, width = said.size("rope.dimension_count"), said.size("attention.key_length_mla")

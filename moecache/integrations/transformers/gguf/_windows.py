@@ -19,9 +19,7 @@ _SIGMOID = 2  # of expert_gating_func
 
 
 def _mimo2(said: Metadata) -> dict[str, Any]:
-    function = said.number("expert_gating_func", _SIGMOID)
-    if function != _SIGMOID:
-        raise said.unsupported("expert_gating_func", function)
+    said.require("expert_gating_func", _SIGMOID)
     layers, width = range(said.num_layers), said.size("attention.key_length", least=1)
     sliding = _sliding(said)
     counts = said.sizes("attention.head_count_kv")

@@ -128,8 +128,8 @@ def read_recipe(
         _embedding_scale(inner, family, weights),
         float(weights.number(config, family.logits)) if family.logits else 1.0,
         weights.number(config, family.cap) if family.cap else None,
-        # What such a model's modules round, and more: hidden states stay float32 between products.
-        "bf16" if model.dtype == torch.bfloat16 else "f32",
+        # Its modules round all that this rounds.
+        product_type="bf16" if model.dtype == torch.bfloat16 else "f32",
     )
     embed = embedding_of(embedding, weights)
     return Reading(recipe, weights, embed, turns.module, turns.width)

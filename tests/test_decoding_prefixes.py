@@ -107,11 +107,14 @@ def rows_of(tokens: list[int]) -> list[Page]:
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=12),
     st.integers(0, 8),
     st.booleans(),
+    st.booleans(),
 )
 # Two pages have one beginning, and the one that had it last is forgotten.
-@example([[1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 1, *[0] * 11], [1, 0, 1, 0]], 4, False)
+@example([[1, 0, 1, 0], [1, 0, 0, 0], [1, 0, 1, *[0] * 11], [1, 0, 1, 0]], 4, False, False)
+# A page comes back from its file, and is asked for its beginning.
+@example([[0, 1, 0, 1], [0] * 14, [0, 1, 0, 1, 0], [0, 1, 0, 1]], 4, True, True)
 def test_a_page_is_found_as_far_as_the_tokens_are_the_same(
-    prompts: list[list[int]], room: int, in_files: bool
+    prompts: list[list[int]], room: int, in_files: bool, writes_first: bool
 ) -> None:
     """In steps of two positions, whatever was forgotten; two tokens are left to be read."""
     with contextlib.ExitStack() as stack:
@@ -134,6 +137,8 @@ def test_a_page_is_found_as_far_as_the_tokens_are_the_same(
             assert num % 2 == 0
             assert same(found, rows_of(tokens[:num]))
             cache.keep(tokens, rows_of(tokens), in_parts=True)
+            if writes_first and cache._writing is not None:
+                cache._writing.submit(int).result()
             stats = cache.stats()
             assert stats.nbytes <= room * 8 * TOKENS
             if room >= 4:
@@ -173,6 +178,24 @@ def test_a_longer_page_takes_the_place_of_its_beginning(tmp_path: Path) -> None:
     plain = PrefixCache(b"m", TOKENS, 10**6)
     plain.keep(tokens[:7], rows_of(tokens[:7]))
     assert same(plain.find([*tokens, 9], in_parts=True), rows_of(tokens[:4]))
+
+
+def test_a_page_from_a_file_is_found_by_its_beginnings(tmp_path: Path) -> None:
+    """By those too that no file leads from, found or kept again."""
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    make = functools.partial(
+        PrefixCache, b"m", TOKENS, 10**6, part_tokens=2, directory=tmp_path, max_disk_bytes=10**6
+    )
+    with contextlib.closing(make()) as cache:
+        cache.keep(tokens, rows_of(tokens), in_parts=True)
+    other = [*tokens[:6], 0, 0, 0]
+    for again in (False, True):
+        with contextlib.closing(make()) as cache:
+            assert same(cache.find([*tokens, 9], in_parts=not again), rows_of(tokens))
+            if again:
+                cache.keep(tokens, rows_of(tokens), in_parts=True)
+            assert same(cache.find(other, in_parts=True), rows_of(other[:6]))
+            assert cache.stats().nbytes == 2 * TOKENS * 8
 
 
 def test_links_are_followed_as_far_as_they_lead(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ class PrefixCache:
             found.pop()
         del names[len(found) :]
         if in_parts:
+            self._know_parts(names, tokens)
             begin = len(found) * self.page_tokens
             part = tokens[begin : min(len(tokens) - 2, begin + self.page_tokens - 1)]
             for name, num in reversed(self._part_names(names, part)):
@@ -182,9 +183,7 @@ class PrefixCache:
         parts: dict[bytes, list[bytes]] = {}
         if in_parts:
             for place in range(num - len(pages), num):
-                begin = place * self.page_tokens
-                part = tokens[begin : begin + self.page_tokens - 1]
-                parts[names[place]] = [one for one, _ in self._part_names(names[:place], part)]
+                parts[names[place]] = self._parts_of(names, place, tokens)
             if rest and (known := self._part_names(names, tokens[num * self.page_tokens :])):
                 name, num_kept = known.pop()
                 names.append(name)
@@ -251,6 +250,19 @@ class PrefixCache:
         nums = range(step, len(tokens) + 1, step)
         return [(_digest(before, tokens[:num]), num) for num in nums if num < self.page_tokens]
 
+    def _parts_of(self, names: list[bytes], place: int, tokens: Sequence[int]) -> list[bytes]:
+        """Return the names of the beginnings of a whole page."""
+        begin = place * self.page_tokens
+        part = tokens[begin : begin + self.page_tokens - 1]
+        return [name for name, _ in self._part_names(names[:place], part)]
+
+    def _know_parts(self, names: list[bytes], tokens: Sequence[int]) -> None:
+        """Have whole pages that were read from files found by their beginnings."""
+        with uninterrupted(), self._lock:
+            for place, name in enumerate(names):
+                if self._parts.get(name, True) == []:
+                    self._lead_to(name, self._parts_of(names, place, tokens))
+
     def _get(self, name: bytes, num: int | None = None) -> Page | None:
         """Return a page, or the beginning of one, of so many positions."""
         with self._lock:
@@ -274,10 +286,16 @@ class PrefixCache:
         if name not in self._pages and name not in self._longer:
             self._pages[name] = page
             self._nbytes += _nbytes(page)
-            self._parts[name] = [*parts]
-            for part in parts:
-                self._remove(part)
-                self._longer.setdefault(part, []).append(name)
+            self._parts[name] = []
+        if self._parts.get(name, True) == []:
+            self._lead_to(name, parts)
+
+    def _lead_to(self, name: bytes, parts: Sequence[bytes]) -> None:
+        """Have a page that has none yet found by its beginnings, which go; locked."""
+        self._parts[name] = [*parts]
+        for part in parts:
+            self._remove(part)
+            self._longer.setdefault(part, []).append(name)
 
     def _longest(self, name: bytes) -> bytes:
         """Return the name of a page in memory that begins with this one, else its own; locked."""

@@ -324,6 +324,10 @@ template <class Code, int BLOCK_ROWS, int BLOCK_COLUMNS, class Scale, Global GLO
 struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>> {
     static constexpr unsigned UNIT_BYTES = UNIT * Code::BITS / 8, WORDS = UNIT_BYTES / 4;
     static constexpr bool HAS_OFFSETS = false;
+#if !defined(MOECACHE_EMULATED) && __CUDA_ARCH__ >= 1000
+    // Of eight rows of bytes, Blackwell's compiler has 98 registers of a lane in memory.
+    static constexpr unsigned ROWS = Code::BITS == 8 ? 6 : 8;
+#endif
 
     struct At {
         const u8 *codes, *scales;

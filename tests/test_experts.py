@@ -64,11 +64,40 @@ def test_the_activation_can_be_chosen() -> None:
     assert np.allclose(rows, (np.maximum(gate, 0) * up) @ parts["down"].T)
 
 
+def relu2(x: np.ndarray) -> np.ndarray:
+    """Return the square of what is positive."""
+    return np.square(np.maximum(x, 0))
+
+
+def test_experts_without_a_gate_are_up_and_down() -> None:
+    """With misses and hits, whatever was in the cache."""
+    rng = np.random.default_rng(5)
+    up = rng.normal(size=(1, NUM_EXPERTS, WIDTH, HIDDEN))
+    down = rng.normal(size=(1, NUM_EXPERTS, HIDDEN, WIDTH))
+    store = moecache.MemoryStore({"up": up, "down": down}, top_k=TOP_K)
+    hidden = rng.normal(size=(7, HIDDEN))
+    ids = np.argsort(rng.random((7, NUM_EXPERTS)), axis=1)[:, :TOP_K]
+    weights = rng.random((7, TOP_K))
+    pool = moecache.HostSlots(store.layout, 4)
+    with moecache.ExpertRuntime(store, pool, moecache.ExpertCache(1, NUM_EXPERTS, 2)) as runtime:
+        first, again = (
+            experts.feed_forward(runtime, 0, hidden, ids, weights, relu2) for _ in range(2)
+        )
+    rows = relu2(np.einsum("ewd,td->tew", up[0], hidden))
+    every = np.einsum("edw,tew->ted", down[0], rows)
+    wanted = np.einsum("tk,tkd->td", weights, every[np.arange(7)[:, None], ids])
+    assert np.allclose(first, wanted, rtol=1e-12, atol=1e-12)
+    assert np.array_equal(first, again)
+
+
 def test_an_expert_with_other_weights_is_refused() -> None:
     """Biases or scales that were left out would make the output silently wrong."""
     parts = {**make_store().view(0, 3), "down_bias": np.zeros(HIDDEN)}
     with pytest.raises(moecache.ConfigError, match="down, down_bias, gate_up"):
         experts.gated_rows(np.zeros((1, HIDDEN)), parts)
+    parts["up"] = parts.pop("gate_up")[:WIDTH]
+    with pytest.raises(moecache.ConfigError, match="down, down_bias, up"):
+        experts.ungated_rows(np.zeros((1, HIDDEN)), parts, relu2)
 
 
 def test_silu_is_stable() -> None:

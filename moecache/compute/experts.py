@@ -64,6 +64,38 @@ def gated_rows(
     return (activation(both[:, :width]) * both[:, width:]) @ down.T
 
 
+def ungated_rows(
+    hidden: np.ndarray, weights: dict[str, np.ndarray], activation: Activation
+) -> np.ndarray:
+    """Return the output of an expert without a gate, down(activation(up(x))), for its tokens.
+
+    Parameters
+    ----------
+    hidden : ndarray of float, shape [n, hidden_size]
+    weights : dict of role to ndarray
+        "up" [width, hidden_size] and "down" [hidden_size, width], converted as
+        `gated_rows` says.
+    activation : callable
+
+    Returns
+    -------
+    ndarray, shape [n, hidden_size], of hidden's dtype
+
+    Raises
+    ------
+    ConfigError
+        If the expert has other weights too: the result would be wrong.
+    """
+    if weights.keys() != {"up", "down"}:
+        raise ConfigError(
+            f"an expert of {', '.join(sorted(weights))} is no feed-forward without a gate alone "
+            '("up" and "down", without biases or scales); compute it from runtime.waves'
+        )
+    up = weights["up"].astype(hidden.dtype, copy=False)
+    down = weights["down"].astype(hidden.dtype, copy=False)
+    return activation(hidden @ up.T) @ down.T
+
+
 def compute_wave(
     hidden: np.ndarray,
     wave: Wave,
@@ -84,7 +116,9 @@ def compute_wave(
     activation : callable, default silu
     """
     for slot, pairs in wave:
-        rows[pairs] = gated_rows(hidden[pairs // wave.top_k], experts(slot), activation)
+        weights = experts(slot)
+        compute = ungated_rows if "up" in weights else gated_rows
+        rows[pairs] = compute(hidden[pairs // wave.top_k], weights, activation)
 
 
 def combine(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -131,6 +165,7 @@ def feed_forward(
         The router's choice.
     weights : ndarray of float, shape [num_tokens, top_k]
     activation : callable, default silu
+        Of the gate's product, or of up's where experts have no gate.
     compute : {"numpy", "fast"}, default "numpy"
         The multiplier: NumPy's BLAS, or the kernels of `moecache.kernels`. With these, hidden is
         float32 or bfloat16, slots may hold bfloat16 as the file does or weights in a format's

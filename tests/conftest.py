@@ -99,6 +99,23 @@ def pytest_terminal_summary(
         terminalreporter.write_line(pytest_report_header(config))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Iterator[None]:
+    """Escape lone surrogates, which damaged files bring into what is logged: none can be sent."""
+    return encodable((yield))
+
+
+def encodable(value: Any) -> Any:
+    """Return a report's data with text that UTF-8 has."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {encodable(key): encodable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(encodable, value))
+    return value
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In several processes, begin with what takes longest: in the end none waits for another."""
     if hasattr(config, "workerinput"):

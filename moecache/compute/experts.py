@@ -52,13 +52,7 @@ def gated_rows(
     ConfigError
         If the expert has other weights too: the result would be wrong.
     """
-    if weights.keys() != {"gate_up", "down"}:
-        raise ConfigError(
-            f"an expert of {', '.join(sorted(weights))} is not gated feed-forward alone "
-            '("gate_up" and "down", without biases or scales); compute it from runtime.waves'
-        )
-    gate_up = weights["gate_up"].astype(hidden.dtype, copy=False)
-    down = weights["down"].astype(hidden.dtype, copy=False)
+    gate_up, down = _converted(weights, "gate_up", hidden.dtype)
     both = hidden @ gate_up.T
     width = both.shape[1] // 2
     return (activation(both[:, :width]) * both[:, width:]) @ down.T
@@ -86,14 +80,23 @@ def ungated_rows(
     ConfigError
         If the expert has other weights too: the result would be wrong.
     """
-    if weights.keys() != {"up", "down"}:
-        raise ConfigError(
-            f"an expert of {', '.join(sorted(weights))} is no feed-forward without a gate alone "
-            '("up" and "down", without biases or scales); compute it from runtime.waves'
-        )
-    up = weights["up"].astype(hidden.dtype, copy=False)
-    down = weights["down"].astype(hidden.dtype, copy=False)
+    up, down = _converted(weights, "up", hidden.dtype)
     return activation(hidden @ up.T) @ down.T
+
+
+def _converted(
+    weights: dict[str, np.ndarray], wide: str, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two matrices of an expert that has no other weights."""
+    if weights.keys() != {wide, "down"}:
+        raise ConfigError(
+            f"an expert of {', '.join(sorted(weights))} is not feed-forward alone "
+            f'("{wide}" and "down", without biases or scales); compute it from runtime.waves'
+        )
+    return (
+        weights[wide].astype(dtype, copy=False),
+        weights["down"].astype(dtype, copy=False),
+    )
 
 
 def compute_wave(

@@ -325,7 +325,7 @@ struct Scaled : Quantized<Scaled<Code, BLOCK_ROWS, BLOCK_COLUMNS, Scale, GLOBAL>
     static constexpr unsigned UNIT_BYTES = UNIT * Code::BITS / 8, WORDS = UNIT_BYTES / 4;
     static constexpr bool HAS_OFFSETS = false;
 #if !defined(MOECACHE_EMULATED) && __CUDA_ARCH__ >= 1000
-    // Of eight rows of bytes, Blackwell's compiler has 98 registers of a lane in memory.
+    // Eight rows of bytes spill there.
     static constexpr unsigned ROWS = Code::BITS == 8 ? 6 : 8;
 #endif
 

@@ -258,10 +258,12 @@ class PrefixCache:
 
     def _know_parts(self, names: list[bytes], tokens: Sequence[int]) -> None:
         """Have whole pages that were read from files found by their beginnings."""
+        with self._lock:
+            places = [place for place, name in enumerate(names) if self._parts.get(name) == []]
+        parts = {names[place]: self._parts_of(names, place, tokens) for place in places}
         with uninterrupted(), self._lock:
-            for place, name in enumerate(names):
-                if self._parts.get(name, True) == []:
-                    self._lead_to(name, self._parts_of(names, place, tokens))
+            for name, beginnings in parts.items():
+                self._lead_to(name, beginnings)
 
     def _get(self, name: bytes, num: int | None = None) -> Page | None:
         """Return a page, or the beginning of one, of so many positions."""
@@ -287,11 +289,12 @@ class PrefixCache:
             self._pages[name] = page
             self._nbytes += _nbytes(page)
             self._parts[name] = []
-        if self._parts.get(name, True) == []:
-            self._lead_to(name, parts)
+        self._lead_to(name, parts)
 
     def _lead_to(self, name: bytes, parts: Sequence[bytes]) -> None:
-        """Have a page that has none yet found by its beginnings, which go; locked."""
+        """Have a page found by its beginnings, unless it has some, and remove these; locked."""
+        if self._parts.get(name) != []:
+            return
         self._parts[name] = [*parts]
         for part in parts:
             self._remove(part)

@@ -1,10 +1,14 @@
 """The routed feed-forward against a plain loop over tokens."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 import moecache
 from moecache import experts
+from moecache.ranks import Placement, Share
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 6, 5, 9, 3
 
@@ -118,7 +122,91 @@ def test_combine_multiplies_before_it_casts() -> None:
 
 
 def test_on_a_gpu_rows_are_named_by_their_places() -> None:
-    """What is not an array of NumPy is on one; the error says how to name them."""
-    ids, hidden = np.zeros((1, 2), int), object()
+    """The error says how to name them."""
+    ids, on_gpu = np.zeros((1, 2), int), SimpleNamespace(pool=SimpleNamespace(device=object()))
     with pytest.raises(moecache.ConfigError, match=r"begin_sequence\(batch=\)"):
-        experts.feed_forward(None, 0, hidden, ids, ids, sequences=[0])  # type: ignore[arg-type]
+        experts.feed_forward(on_gpu, 0, object(), ids, ids, sequences=[0])  # type: ignore[arg-type]
+
+
+def opened(share: Share | None = None, **roles: tuple[int, ...]) -> moecache.ExpertRuntime:
+    """Return a runtime over one layer of experts that are all ones."""
+    arrays = {name: np.ones((1, 4, *shape), np.float32) for name, shape in roles.items()}
+    store = moecache.MemoryStore(arrays, top_k=2)
+    return moecache.ExpertRuntime(
+        store, moecache.HostSlots(store.layout, 4), moecache.ExpertCache(1, 4, 4), share=share
+    )
+
+
+@pytest.mark.parametrize("compute", ["numpy", "fast"])
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"down_bias": (8,)}, "down, down_bias, gate_up"),
+        ({"gate_up_bias": (32,)}, "without biases"),
+        ({"gate_up": (8, 32)}, r"gate_up \[8, 32\] and down \[8, 16\]"),
+    ],
+)
+def test_experts_that_would_be_computed_wrong_are_refused(
+    compute: str, roles: dict[str, tuple[int, ...]], message: str
+) -> None:
+    """Biases are those of gpt-oss, whose gate is another one than SiLU's as well."""
+    with opened(**{"gate_up": (32, 8), "down": (8, 16), **roles}) as runtime:
+        hidden, ids, weights = np.ones((1, 8), np.float32), np.array([[0, 1]]), np.ones((1, 2))
+        with pytest.raises(moecache.ConfigError, match=message):
+            experts.feed_forward(runtime, 0, hidden, ids, weights, compute=compute)
+
+
+HIDDEN_5 = np.ones((5, 8), np.float32)
+IDS = np.array([[0, 1]] * 5)
+SHARES = np.ones((5, 2), np.float32)
+
+
+@pytest.mark.parametrize("compute", ["numpy", "fast"])
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"weights": SHARES.T}, moecache.ConfigError, r"ids \[5, 2\] and weights \[2, 5\]"),
+        ({"weights": SHARES.reshape(10, 1)}, moecache.ConfigError, r"weights \[10, 1\]"),
+        ({"weights": SHARES.tolist()}, moecache.ConfigError, "weights is a list"),
+        ({"hidden": HIDDEN_5[:3]}, moecache.ConfigError, r"both be \[3, top_k\]"),
+        ({"hidden": np.ones((7, 8))}, moecache.ConfigError, r"both be \[7, top_k\]"),
+        ({"hidden": HIDDEN_5[:, :4]}, moecache.ConfigError, r"\[5, 4\] must be \[num_tokens, 8"),
+        ({"hidden": HIDDEN_5[None]}, moecache.ConfigError, r"hidden \[1, 5, 8\] must be"),
+        ({"hidden": HIDDEN_5.astype(int)}, moecache.ConfigError, "hidden is int64"),
+        ({"hidden": HIDDEN_5.tolist()}, moecache.ConfigError, "in RAM: give an array of NumPy"),
+        ({"ids": IDS[0]}, moecache.ConfigError, r"ids \[2\]"),
+        ({"ids": IDS.astype(float)}, TypeError, "int"),
+        ({"ids": IDS + 3}, ValueError, "4"),
+        ({"layer": 1}, ValueError, r"layer 1 is not in \[0, 1\)"),
+        ({"layer": -1}, ValueError, r"layer -1"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_refused(
+    compute: str, changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Most of them would give a result, and a wrong one."""
+    given = {"layer": 0, "hidden": HIDDEN_5, "ids": IDS, "weights": SHARES, **changed}
+    with opened(gate_up=(32, 8), down=(8, 16)) as runtime, pytest.raises(error, match=message):
+        experts.feed_forward(runtime, **given, compute=compute)
+
+
+def test_ids_may_be_lists() -> None:
+    """As for `waves`."""
+    with opened(gate_up=(32, 8), down=(8, 16)) as runtime:
+        found = experts.feed_forward(runtime, 0, HIDDEN_5, IDS.tolist(), SHARES)  # type: ignore[arg-type]
+        assert np.array_equal(found, experts.feed_forward(runtime, 0, HIDDEN_5, IDS, SHARES))
+
+
+@pytest.mark.parametrize("compute", ["numpy", "fast"])
+def test_experts_of_another_rank_add_nothing(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows are never written, so new memory must not get into the sum."""
+    monkeypatch.setattr(np, "empty", lambda shape, dtype=float: np.full(shape, 9, dtype))
+    shares = [Share(Placement([[0, 0, 1, 1]], 2), rank) for rank in range(2)]
+    ids = np.array([[0, 2], [0, 1], [3, 2]])
+    parts = []
+    for share in [None, *shares]:
+        with opened(share, gate_up=(32, 8), down=(8, 16)) as runtime:
+            parts.append(
+                experts.feed_forward(runtime, 0, HIDDEN_5[:3], ids, SHARES[:3], compute=compute)
+            )
+    assert np.allclose(parts[0], parts[1] + parts[2])

@@ -5,7 +5,8 @@ end: the result depends neither on the order in which experts arrive nor on
 what was in the cache. transformers' `grouped_mm` has the same form.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -88,15 +89,19 @@ def _converted(
     weights: dict[str, np.ndarray], wide: str, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the two matrices of an expert that has no other weights."""
-    if weights.keys() != {wide, "down"}:
-        raise ConfigError(
-            f"an expert of {', '.join(sorted(weights))} is not feed-forward alone "
-            f'("{wide}" and "down", without biases or scales); compute it from runtime.waves'
-        )
+    _check_roles(weights.keys(), wide)
     return (
         weights[wide].astype(dtype, copy=False),
         weights["down"].astype(dtype, copy=False),
     )
+
+
+def _check_roles(roles: Iterable[str], wide: str) -> None:
+    if set(roles) != {wide, "down"}:
+        raise ConfigError(
+            f"an expert of {', '.join(sorted(roles))} is not feed-forward alone "
+            f'("{wide}" and "down", without biases or scales); compute it from runtime.waves'
+        )
 
 
 def compute_wave(
@@ -181,10 +186,21 @@ def feed_forward(
     Returns
     -------
     ndarray of float, shape [num_tokens, hidden_size]
+        Of a runtime with a share, the sum of the experts that it has.
+
+    Raises
+    ------
+    ConfigError
+        If an array is elsewhere, or its shape or dtype does not fit, or the experts have biases,
+        scales, or other shapes than those of a feed-forward.
+    ValueError
+        If the layer or an id is out of range.
+    TypeError
+        If ids are no integers.
     """
     if compute not in ("numpy", "fast"):
         raise ConfigError(f"compute {compute!r} is not one of numpy, fast")
-    if not isinstance(hidden, np.ndarray):
+    if not isinstance(hidden, np.ndarray) and getattr(runtime.pool, "device", None) is not None:
         if activation is not silu:
             raise ConfigError(
                 "on a GPU give the activation's name: compute.on_device(runtime, activation)"
@@ -195,6 +211,10 @@ def feed_forward(
                 "many begin with runtime.begin_sequence(batch=)"
             )
         return on_device(runtime)(layer, hidden, ids, weights)
+    ids = np.asarray(ids)
+    _check(runtime, layer, hidden, ids, weights)
+    # Rows of experts that another rank has are left as they are.
+    new = np.empty if runtime.share is None else np.zeros
     if compute != "numpy":
         if activation is not silu:
             raise ConfigError(
@@ -202,13 +222,13 @@ def feed_forward(
             )
         kernel = _kernel(runtime, layer)
         hidden = np.ascontiguousarray(hidden)
-        rows = np.empty((ids.size, hidden.shape[1]), np.float32)
+        rows = new((ids.size, hidden.shape[1]), np.float32)
 
         def compute_rows(wave: Wave) -> None:
             kernel.compute(hidden, wave.slots, wave.offsets, wave.pairs, wave.top_k, rows)
 
     else:
-        rows = np.empty((ids.size, hidden.shape[1]), hidden.dtype)
+        rows = new((ids.size, hidden.shape[1]), hidden.dtype)
         roles = {role.name: role for role in runtime.pool.layout.layers[layer]}
 
         def weights_in(slot: int) -> dict[str, np.ndarray]:
@@ -227,6 +247,34 @@ def feed_forward(
         waves.close()
     out = combine(rows, weights)
     return out if compute == "numpy" else out.astype(hidden.dtype, copy=False)
+
+
+def _check(runtime: ExpertRuntime, layer: int, hidden: Any, ids: np.ndarray, weights: Any) -> None:
+    """Raise an error for arrays and experts whose product would be wrong."""
+    for name, array in (("hidden", hidden), ("weights", weights)):
+        if not isinstance(array, np.ndarray):
+            raise ConfigError(
+                f"{name} is a {type(array).__name__}; the slots are in RAM: give an array of NumPy"
+            )
+        if array.dtype.kind not in "fV":  # V: bfloat16 of ml_dtypes
+            raise ConfigError(f"{name} is {array.dtype}; give an array of float")
+    runtime.layout.check(layer)
+    shapes = {role.name: role.shape for role in runtime.pool.layout.layers[layer]}
+    wide = "up" if "up" in shapes else "gate_up"
+    _check_roles(shapes, wide)
+    down = shapes["down"]
+    if len(down) != 2 or shapes[wide] != (down[1] * (1 if wide == "up" else 2), down[0]):
+        raise ConfigError(
+            f"{wide} {list(shapes[wide])} and down {list(down)} are not [rows, columns] of one "
+            "feed-forward; compute it from runtime.waves"
+        )
+    if hidden.ndim != 2 or hidden.shape[1] != down[0]:
+        raise ConfigError(f"hidden {list(hidden.shape)} must be [num_tokens, {down[0]}]")
+    if ids.ndim != 2 or len(ids) != len(hidden) or weights.shape != ids.shape:
+        raise ConfigError(
+            f"ids {list(ids.shape)} and weights {list(weights.shape)} must both be "
+            f"[{len(hidden)}, top_k], a row for each of hidden"
+        )
 
 
 # Kernels of each runtime, by layer; they go with the runtime.

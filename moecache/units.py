@@ -4,6 +4,7 @@ import math
 import operator
 import re
 from fractions import Fraction
+from numbers import Integral
 
 from moecache.errors import ConfigError
 
@@ -28,10 +29,10 @@ def parse_bytes(size: int | str) -> int:
     ConfigError
         If the text is not a size, or the size is negative.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
+    if isinstance(size, Integral) and not isinstance(size, bool):
         if size < 0:
             raise ConfigError(f"a size cannot be negative, got {size}")
-        return size
+        return int(size)
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is None:
         raise ConfigError(f"{size!r} is not a size; write for example 4GiB, 512MiB or 2000000")
@@ -135,10 +136,10 @@ def parse_ns(time: int | str) -> int:
     ConfigError
         If the text is not a time, or the time is negative.
     """
-    if isinstance(time, int) and not isinstance(time, bool):
+    if isinstance(time, Integral) and not isinstance(time, bool):
         if time < 0:
             raise ConfigError(f"a time cannot be negative, got {time} ns")
-        return time
+        return int(time)
     match = _TIME.fullmatch(time.strip()) if isinstance(time, str) else None
     if match is not None:
         return int(Fraction(match[1]) * _NS[match[2]])

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -179,10 +180,21 @@ def test_a_network_has_a_name_or_figures() -> None:
     assert Network.parse("40G:5us:1us") == Network("40G:5us:1us", 5e9, 5000, 1000)
     assert Network.parse("0.5") == Network("0.5", 62.5e6, 60_000, 10_000)
     assert Network.parse("12Gbps").latency_ns == 30_000
+    careful = Network.parse("1.18GB/s:500us")
+    assert (careful.bandwidth, careful.latency_ns) == (1.18e9, 500_000)
+    assert Network.parse("120 MB/s") == Network("120 MB/s", "120MB/s", "60us")  # type: ignore[arg-type]
     assert Network.parse(ten) is ten
     latencies = [Network.parse(name).latency_ns for name in NETWORKS]
     assert latencies == sorted(latencies, reverse=True)
     assert ten.describe() == "10GbE: 1.18 GB/s, 30 us, 10 us a message"
+
+
+def test_the_networks_of_the_guide_can_be_given() -> None:
+    """The text of docs/scale.md recommends some."""
+    guide = (Path(__file__).parents[1] / "docs" / "scale.md").read_text()
+    given = re.findall(r"`--network (\d[^`]*)`", guide)
+    assert len(given) == 2
+    assert [Network.parse(text).name for text in given] == given
 
 
 @pytest.mark.parametrize(
@@ -198,6 +210,9 @@ def test_a_network_has_a_name_or_figures() -> None:
         "10:10000s",
         "1:1us:1us:1us",
         "9999999",
+        "1gb/s",
+        "1Mb/s",
+        "fastMB/s",
         None,
         10,
     ],

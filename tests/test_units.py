@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +58,7 @@ def test_an_integer_is_bytes() -> None:
     """Integers pass unchanged, zero too."""
     assert parse_bytes(0) == 0
     assert parse_bytes(2**40 + 1) == 2**40 + 1
+    assert type(parse_bytes(np.int64(3))) is type(parse_ns(np.int32(3))) is int  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moecache.errors import ConfigError
-from moecache.units import format_bytes_per_s, format_ns, parse_ns
+from moecache.units import format_bytes_per_s, format_ns, parse_bytes_per_s, parse_ns
 
 # TCP's share of 1538 bytes on an Ethernet cable: a frame's payload of 1500 without IP's and
 # TCP's headers with timestamps (52), beside Ethernet's header, checksum, preamble and gap (38).
@@ -39,7 +39,8 @@ class Network:
     ----------
     name : str
     bandwidth : float
-        Bytes per second of each rank's link, each way, as a program sees them.
+        Bytes per second of each rank's link, each way, as a program sees them. May be given as
+        text, as `parse_bytes_per_s` takes it; and the times as `parse_ns` takes them.
     latency_ns : int
         From one program's send to the other's receive.
     message_ns : int
@@ -59,6 +60,11 @@ class Network:
     latency_ns: int
     message_ns: int = DEFAULT_MESSAGE_NS
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bandwidth", parse_bytes_per_s(self.bandwidth))
+        object.__setattr__(self, "latency_ns", parse_ns(self.latency_ns))
+        object.__setattr__(self, "message_ns", parse_ns(self.message_ns))
+
     @classmethod
     def parse(cls, given: "str | Network") -> "Network":
         """Return the network of a name, or of a rate and a latency.
@@ -67,9 +73,9 @@ class Network:
         ----------
         given : str or Network
             A name of `NETWORKS`, such as "10GbE", whose bandwidth is TCP's share of it; or
-            "40Gbit/s:5us:1us": a program's bandwidth, its latency, and its own time for each
-            message. Without a latency, that of the fastest name that is not faster; without the
-            last, 10 us.
+            "40Gbit/s:5us:1us" or "1.18GB/s:500us": a program's bandwidth, its latency, and its own
+            time for each message. Without a latency, that of the fastest name that is not faster;
+            without the last, 10 us.
 
         Raises
         ------
@@ -84,12 +90,15 @@ class Network:
                 return cls(name, gbit * 1e9 / 8 * TCP_SHARE, latency_ns)
         rate, *times = (part.strip() for part in text.split(":"))
         match = re.fullmatch(r"(\d{1,7}(?:\.\d{1,9})?)\s*(?:G|Gb|Gbit)?(?:/s|ps)?", rate)
-        if match is None or not 0 < float(match[1]) <= MAX_GBIT_PER_S or len(times) > 2:
+        gbit = float(match[1]) if match else 0.0
+        # A capital B: in any other case it may be bits that are meant.
+        if re.fullmatch(r"[0-9.]+\s*(?:[kKMGT]i?)?B(?:/s)?", rate):
+            gbit = parse_bytes_per_s(rate) * 8 / 1e9
+        if not 0 < gbit <= MAX_GBIT_PER_S or len(times) > 2:
             raise ConfigError(
-                f"network {given!r:.80} is neither one of {', '.join(NETWORKS)} nor a rate in "
-                "Gbit/s with a latency, such as 40Gbit/s:5us"
+                f"network {given!r:.80} is neither one of {', '.join(NETWORKS)} nor a rate "
+                "with a latency, such as 40Gbit/s:5us or 1.18GB/s:500us"
             )
-        gbit = float(match[1])
         found = [parse_ns(time) for time in times]
         for time_ns in found:
             if time_ns > MAX_LATENCY_NS:

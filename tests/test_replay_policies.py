@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from moecache.policies._lfu import LfruCache
 from moecache.policies._policy import LruCache
 from moecache.policies.making import SCOPES, _used
 from moecache.policies.replayed._stale import LeastStaleCache
-from moecache.study import Trace, concatenate, miss_ratio_curve, replay
+from moecache.study import Trace, miss_ratio_curve, replay
 from moecache.study._arguments import POLICIES
 from tests.helpers.examples import num_examples
 from tests.helpers.routing import (
@@ -116,18 +117,37 @@ def test_a_policy_in_python_is_driven_like_the_compiled_ones(
     assert replay(trace, LfruCache, capacity, scope=scope).hits.tolist() == lfru.hits.tolist()
 
 
-def test_a_compiled_object_keeps_its_state() -> None:
-    """One object serves all layers, and a second replay goes on where the first ended."""
+def test_a_compiled_object_is_replayed_once() -> None:
+    """It would go on where the first ended, and hit more often; a cleared one begins anew."""
     trace = random_trace()
     compiled = LruCache(40, num_keys=96)
 
-    first, second = (replay(trace, compiled, 40) for _ in range(2))
+    first = replay(trace, compiled, 40)
+    with pytest.raises(ConfigError, match=r"this LruCache has keys.*give a new one"):
+        replay(trace, compiled, 40)
+    compiled.clear()
 
+    assert first.num_hits == replay(trace, compiled, 40).num_hits
     assert first.num_hits == replay(trace, "lru", 40).num_hits
-    assert second.num_hits == replay(concatenate([trace, trace]), "lru", 40).num_hits - (
-        first.num_hits
-    )
-    assert second.policy == "LruCache"
+    assert first.policy == "LruCache"
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (SlruCache, r"SlruCache is called as SlruCache\(capacity, num_keys=...\).*give a function"),
+        (EchoCache, "EchoCache is called as.*lambda capacity, num_keys: EchoCache"),
+        (LeastStaleCache, r"make it.*functools.partial\(LeastStaleCache, num_experts=24\)"),
+        (lambda capacity: LruCache(capacity, num_keys=96), "lambda.*num_keys"),
+    ],
+)
+def test_a_class_that_wants_other_arguments_is_refused(policy: object, message: str) -> None:
+    """The message says how to give it."""
+    with pytest.raises(ConfigError, match=message):
+        replay(random_trace(), policy, 40)
+    fits = partial(LeastStaleCache, num_experts=24)
+    named = replay(random_trace(), "least-stale", 40)
+    assert replay(random_trace(), fits, 40).num_hits == named.num_hits
 
 
 class Slotted(ScriptedLru):

@@ -47,8 +47,8 @@ def make_policies(
     Raises
     ------
     ConfigError
-        If a name is unknown, an object does not fit the cache, or one written in Python was
-        given to a cache before.
+        If a name is unknown, an object does not fit the cache or was given to one before, or a
+        class or function cannot be called like that.
     """
     check_policy(policy, for_replays=True)
     if scope not in SCOPES:
@@ -132,10 +132,7 @@ def _make_given(policy: Factory | object, parts: list[Part]) -> list[Policy]:
             "give a class or function instead, called as factory(capacity, num_keys=...)"
         )
     given = [
-        cast("Factory", policy)(part.capacity, num_keys=part.num_keys)
-        if is_factory(policy)
-        else policy
-        for part in parts
+        _call(cast("Factory", policy), part) if is_factory(policy) else policy for part in parts
     ]
     made = [
         _wrap(one, part.capacity, part.num_keys) for one, part in zip(given, parts, strict=True)
@@ -158,6 +155,17 @@ def _make_given(policy: Factory | object, parts: list[Part]) -> list[Policy]:
     for script in scripts:
         _remember(script)
     return made
+
+
+def _call(make: Factory, part: Part) -> object:
+    try:
+        return make(part.capacity, num_keys=part.num_keys)
+    except TypeError as error:
+        name = policy_name(make)
+        raise ConfigError(
+            f"{name} is called as {name}(capacity, num_keys=...): {error}; give a function that "
+            f"makes one of these, such as lambda capacity, num_keys: {name}(..., num_keys=num_keys)"
+        ) from error
 
 
 def _wrap(given: object, capacity: int, num_keys: int) -> Policy:
@@ -194,12 +202,18 @@ def _check_fit(policy: Policy, part: Part) -> None:
         )
     if policy.num_pinned:
         raise ConfigError(f"{name} has {policy.num_pinned} pinned keys; unpin them first")
+    if len(policy):
+        raise ConfigError(
+            f"this {name} has keys, or is in another cache; give a new one, or a class or function "
+            "that makes it"
+        )
     if isinstance(policy, SlruCache) and policy.strict:
         raise ConfigError("a cache fills both segments of SLRU; use strict=False")
     if isinstance(policy, LeastStaleCache) and policy.num_experts != part.num_experts:
         raise ConfigError(
             f"{name} has {policy.num_experts} keys per layer, the cache {part.num_experts}; "
-            f"make it with num_experts={part.num_experts}"
+            f"make it with num_experts={part.num_experts}, such as by "
+            f"functools.partial({name}, num_experts={part.num_experts})"
         )
     if isinstance(policy, EchoCache):
         shape = (policy.echo.num_layers, policy.echo.num_experts)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from moecache.errors import CapacityError, ConfigError
@@ -217,6 +219,8 @@ def test_a_checkpoint_of_pickles_is_refused_with_the_remedy(
         {"output_loading_info": False},
         {"quantization_config": None},
         {"dtype": "auto"},
+        {"dtype": np.float32},
+        {"torch_dtype": "f32"},
     ],
     ids=str,
 )
@@ -251,3 +255,33 @@ def test_an_argument_that_nothing_takes_is_named_before_anything_is_read(
         TypeError, match=f"no argument '{name}', and from_pretrained has none{remedy}"
     ):
         load_in_slots(qwen3_moe, **options)
+    for name in ("top_k", "layers", "token_bytes"):
+        with pytest.raises(TypeError, match=f"no argument '{name}': it finds out by itself"):
+            load_in_slots(qwen3_moe, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "b16"}, "dtype 'b16' is no type of weights; give for example bfloat16"),
+        ({"dtype": int}, "dtype <class 'int'> is no type"),
+        ({"dtype": object()}, "is no type of weights"),
+        ({"attn_implementation": "bogus"}, "attn_implementation cannot be used: .*bogus"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_be_used_is_no_damage(
+    qwen3_moe: Path, options: dict[str, Any], message: str
+) -> None:
+    """The checkpoint is well."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_in_slots(qwen3_moe, **options)
+    assert "damaged" not in str(caught.value)
+
+
+def test_types_have_the_names_that_moecache_gives_them() -> None:
+    """Those of NumPy and ml_dtypes, and short ones."""
+    from moecache.integrations.transformers._arguments import torch_dtype
+
+    for given in ("bf16", "bfloat16", "torch.bfloat16", ml_dtypes.bfloat16, torch.bfloat16):
+        assert torch_dtype(given) is torch.bfloat16

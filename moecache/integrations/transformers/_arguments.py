@@ -5,6 +5,8 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+import torch
 import transformers
 
 from moecache.cuda import open_device, parse_device
@@ -31,11 +33,15 @@ _NAMES = {
     # Not "hints": a transformers model gives none.
     "prefetch": ("router", *(mode for mode in PREFETCH_MODES if mode != "hints")),
 }
-# Options of `moecache.open` that `load` takes; it finds the others by itself, or transformers has
-# them (dtype).
-OPTIONS = {field.name for field in fields(Options)} - {
-    *("memory", "device", "dtype", "top_k", "layers", "host_bytes", "token_bytes"),
-    *("state_bytes", "makes_room", "share"),
+# Options of `moecache.open` that `load` finds by itself, and those that it takes; transformers has
+# the others (dtype).
+_FOUND = {"top_k", "layers", "host_bytes", "token_bytes", "state_bytes", "makes_room", "share"}
+OPTIONS = {field.name for field in fields(Options)} - {"memory", "device", "dtype"} - _FOUND
+# Names of types that transformers does not know.
+_SHORT = {
+    "bf16": torch.bfloat16,
+    **dict.fromkeys(("f16", "fp16"), torch.float16),
+    **dict.fromkeys(("f32", "fp32"), torch.float32),
 }
 # Device maps that mean: where the slots are.
 AUTOMATIC = ("auto", "sequential")
@@ -71,6 +77,34 @@ def check_arguments(device: str, from_pretrained: dict[str, Any]) -> None:
         )
 
 
+def torch_dtype(given: Any) -> Any:
+    """Return a type as `from_pretrained` takes it, of NumPy and ml_dtypes too.
+
+    Raises
+    ------
+    ConfigError
+        If it is no type of floating-point numbers.
+    """
+    if given is None or isinstance(given, dict) or (isinstance(given, str) and given == "auto"):
+        return given
+    if isinstance(given, str):
+        name = given.removeprefix("torch.")
+        found = _SHORT.get(name) or getattr(torch, name, None)
+    elif isinstance(given, torch.dtype):
+        found = given
+    else:
+        try:
+            found = getattr(torch, np.dtype(given).name, None)
+        except TypeError:
+            found = None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"dtype {given!r} is no type of weights; give for example bfloat16, float16, float32 "
+            "or auto"
+        )
+    return found
+
+
 def check_keywords(
     load: Any, model_class: Any, config: Any, from_pretrained: dict[str, Any]
 ) -> None:
@@ -86,6 +120,12 @@ def check_keywords(
     if not unknown:
         return  # signatures take 25 ms
     calls = [load, transformers.PreTrainedModel.from_pretrained, model_class or object]
+    for name in unknown:
+        if name in _FOUND:
+            raise TypeError(
+                f"load() has no argument {name!r}: it finds out by itself what moecache.open is "
+                "told by it"
+            )
     known = known.union(*(inspect.signature(call).parameters for call in calls))
     for name in unknown:
         if name not in known:

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,13 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 
-from moecache.errors import FormatError, MissingDependencyError, MoeCacheError, StoreError
+from moecache.errors import (
+    ConfigError,
+    FormatError,
+    MissingDependencyError,
+    MoeCacheError,
+    StoreError,
+)
 from moecache.stores._checkpoint import TOP_K_NAMES
 from moecache.stores._header import MAX_LAYERS
 
@@ -53,12 +59,22 @@ class Damage:
         The task of transformers, such as "read the tokenizer".
     *files : str
         The files that it reads. That is named which cannot be read by itself, else the last.
+    arguments : collection of str, optional
+        Names of what the caller gave to it: an error that names one is no damage, but a
+        `ConfigError`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], doing: str, *files: str) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        doing: str,
+        *files: str,
+        arguments: Collection[str] = (),
+    ) -> None:
         self._path = Path(path)
         self._doing = doing
         self._files = files
+        self._arguments = arguments
 
     def __enter__(self) -> None:
         """Begin the call."""
@@ -80,6 +96,9 @@ class Damage:
             raise MissingDependencyError(f"{self._path}: {said}") from error
         if isinstance(error, OSError) and "valid JSON" not in said:
             raise StoreError(f"{self._path}: {said}") from error
+        for name in self._arguments:
+            if f"`{name}" in said:
+                raise ConfigError(f"{name} cannot be used: {said}") from error
         raise FormatError(
             f"{self._blamed()}: transformers cannot {self._doing}{_values_of(traceback)}: {said}; "
             "is it damaged, or of another model?"

@@ -20,12 +20,11 @@ from moecache.integrations.transformers._arguments import (
     check_keywords,
     check_names,
     split_options,
+    torch_dtype,
 )
 from moecache.integrations.transformers._damage import FILES, Damage, check_generation, check_sizes
 from moecache.integrations.transformers._fast import check_compute
-from moecache.integrations.transformers._gguf import (
-    find_model_config,
-)
+from moecache.integrations.transformers._gguf import find_model_config
 from moecache.integrations.transformers._joining import join, local_device
 from moecache.integrations.transformers._kernels import check_on_device
 from moecache.integrations.transformers._offload import Offload
@@ -244,6 +243,8 @@ def _check(
     check_arguments(device, from_pretrained)
     if from_pretrained.get("device_map") in AUTOMATIC:
         del from_pretrained["device_map"]
+    for name in {"dtype", "torch_dtype"} & from_pretrained.keys():
+        from_pretrained[name] = torch_dtype(from_pretrained[name])
     check_compute("torch" if compute is None else compute)
     if trunk == "native" and parse_device(device) is not None:
         raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
@@ -290,7 +291,7 @@ def _make(
         source=source,
         checks_shapes=not from_pretrained.get("ignore_mismatched_sizes", False),
     )
-    with Damage(path, "load the model", *FILES):
+    with Damage(path, "load the model", *FILES, arguments=from_pretrained):
         model = model_class.from_pretrained(
             path, **{**from_pretrained, "quantization_config": kept}
         )
@@ -323,7 +324,7 @@ def _make_of_gguf(
     kept = MoeCacheConfig(trunk or "bf16", source=source)
     # transformers has nothing to read.
     given = {**from_pretrained, "config": config, "state_dict": {}, "quantization_config": kept}
-    with Damage(source.path, "build the model"):
+    with Damage(source.path, "build the model", arguments=from_pretrained):
         return (model_class or find_model_class(config)).from_pretrained(None, **given)
 
 

@@ -99,6 +99,19 @@ class Option:
         """Name of the environment variable."""
         return PREFIX + self.name.upper()
 
+    def read(self, text: str) -> Any:
+        """Return the value of an argument that is given as a variable would be.
+
+        Raises
+        ------
+        ConfigError
+            If it has none.
+        """
+        try:
+            return self.parse(text.strip())
+        except ValueError:
+            raise ConfigError(f"{self.name} {text!r} is not {self.expected}") from None
+
     def check(self, value: Any) -> Any:
         """Return a value that is one of the choices.
 
@@ -494,24 +507,23 @@ def prefaults(mode: object) -> bool:
 
 
 def parse_prefault(mode: object, known: tuple[str, ...] = PREFAULT_MODES) -> str:
-    """Return a pre-fault mode; for an unknown one, warn and return the default.
+    """Return a pre-fault mode.
 
     Parameters
     ----------
     mode : str, int or bool
         One of `known`, 0 and 1, or a word that switches things off or on.
     known : tuple of str
+
+    Raises
+    ------
+    ConfigError
+        If it is another one.
     """
     found = _PREFAULT_WORDS.get(str(mode).strip().lower())
-    if found in known:
-        return found
-    logger.warning(
-        "settings.malformed prefault=%r is not one of %s; using the default, %s",
-        mode,
-        ", ".join(known),
-        DEFAULT_PREFAULT,
-    )
-    return DEFAULT_PREFAULT
+    if found not in known:
+        raise ConfigError(f"prefault {mode!r} is not one of {', '.join(known)}")
+    return found
 
 
 def _warn_unknown(variable: str, known: list[str]) -> None:

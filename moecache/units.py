@@ -52,6 +52,11 @@ def parse_budget(memory: int | str, total_bytes: int) -> int:
     ConfigError
         If the text is neither, or the share is not in (0, 100].
     """
+    fraction = memory if isinstance(memory, float) else 0.0
+    if isinstance(memory, str) and re.fullmatch(r"\s*0?\.\d{1,24}\s*", memory, re.ASCII):
+        fraction = float(memory)
+    if 0 < fraction <= 1:
+        raise ConfigError(f'{memory!r} is not a size; for a share write "{100 * fraction:.6g}%"')
     if not isinstance(memory, str) or not memory.strip().endswith("%"):
         return parse_bytes(memory)
     number = re.fullmatch(r"\d{1,3}(\.\d{1,24})?", memory.strip()[:-1].strip(), re.ASCII)

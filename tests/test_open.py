@@ -67,7 +67,17 @@ def test_conversion_counts_in_the_budget(tiny_moe: Path) -> None:
         ({"memory": "0%"}, "no share"),
         ({"memory": "120%"}, "no share"),
         ({"memory": "nan%"}, "no share"),
+        ({"memory": "0.25"}, "'0.25' is not a size; for a share write \"25%\""),
+        ({"memory": 0.125}, '0.125 is not a size; for a share write "12.5%"'),
+        ({"memory": 2.5}, "2.5 is not a size; write for example 4GiB"),
         ({"memory": "1MiB", "slots": 3}, "not both"),
+        ({"slots": 1.5}, "slots must be a whole number, got 1.5"),
+        ({"layers": "model.layers.1.mlp"}, r"in a list, such as \['model.layers.1.mlp'\]"),
+        ({"prefault": "bckgrnd"}, "prefault 'bckgrnd' is not one of auto, background, off"),
+        ({"prefault": 2}, "prefault 2 is not one of"),
+        ({"lock": "maybe"}, "lock 'maybe' is not one of on, off"),
+        ({"warmpin": "some"}, "warmpin 'some' is not a number of experts, auto or off"),
+        ({"prefetch": "all"}, "prefetch 'all' is not one of auto, echo, hints, last, off"),
         ({"slots": 0}, "at least 1, got 0"),
         ({"policy": "nonesuch"}, "'nonesuch' is not one of"),
         ({"scope": "galaxy"}, "'galaxy' is not one of"),
@@ -87,6 +97,20 @@ def test_an_argument_that_cannot_be_used_is_a_config_error(
     """The message names the value."""
     with pytest.raises(moecache.ConfigError, match=message):
         moecache.open(tiny_moe, **arguments)  # type: ignore[arg-type]
+
+
+def test_arguments_take_the_words_that_variables_take() -> None:
+    """And integers of NumPy."""
+    options = moecache.Options(
+        slots=np.int64(7), lock="on", warmpin="off", prefetch="yes", prefault="no"
+    )  # type: ignore[arg-type]
+    assert (options.lock, options.warmpin, options.prefetch, options.prefault) == (
+        True,
+        0,
+        "auto",
+        "off",
+    )
+    assert type(options.slots) is int
 
 
 def test_the_environment_gives_what_arguments_do_not(

@@ -177,21 +177,12 @@ def test_the_environment_switches_it_off_and_an_argument_beats_it(
         assert runtime.prefault is None
 
 
-@pytest.mark.parametrize("where", ["argument", "environment"])
-def test_an_unknown_mode_is_one_warning_and_auto(
-    model: Checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    where: str,
+def test_an_unknown_mode_of_the_environment_is_one_warning_and_auto(
+    model: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It names the value and what happens instead."""
-    if where == "environment":
-        monkeypatch.setenv("MOECACHE_PREFAULT", "sometimes")
-    argument = "sometimes" if where == "argument" else None
-    with (
-        caplog.at_level(logging.WARNING),
-        moecache.open(model.path, prefault=argument) as runtime,
-    ):
+    monkeypatch.setenv("MOECACHE_PREFAULT", "sometimes")
+    with caplog.at_level(logging.WARNING), moecache.open(model.path) as runtime:
         assert runtime.prefault is not None
         assert runtime.prefault.done
 

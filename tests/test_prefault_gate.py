@@ -1,7 +1,6 @@
 """The gate of a sweep, and the page-aligned ranges that are made of regions."""
 
 import itertools
-import logging
 import mmap
 from types import SimpleNamespace
 
@@ -71,23 +70,12 @@ def test_a_skip_says_both_figures_and_the_remedy(gate: str, kind: str) -> None:
     assert "'force'" in message
 
 
-def test_an_unknown_mode_is_one_warning_and_auto(caplog: pytest.LogCaptureFixture) -> None:
-    """A typing error does not keep a model from being loaded."""
-    with caplog.at_level(logging.WARNING):
-        verdict = decide(14 * GIB, 16 * GIB, mode="fourse")
-
-    assert verdict.reason == "too large"
-    (record,) = caplog.records
-    assert "'fourse'" in record.getMessage()
-    assert "auto" in record.getMessage()
-
-
-def test_warm_warns_of_an_unknown_mode_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It asks the gate twice, but says so once."""
-    with caplog.at_level(logging.WARNING), anonymous(PAGE) as memory:
-        assert warm(memory, mode="maybe").ran
-
-    assert len(caplog.records) == 1
+@pytest.mark.parametrize("mode", ["fourse", "background", 2, None])
+def test_an_unknown_mode_is_a_config_error(mode: object) -> None:
+    """A sweep that was not asked for may take minutes."""
+    for call in (lambda: decide(14 * GIB, 16 * GIB, mode=mode), lambda: warm([], mode=mode)):
+        with pytest.raises(ConfigError, match=f"prefault {mode!r} is not one of auto, off, force"):
+            call()
 
 
 @pytest.mark.parametrize("gate", ["", "FITS", "never", None])

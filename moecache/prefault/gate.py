@@ -44,7 +44,7 @@ def decide(
     room_bytes : int or None
         Memory of the kind that the gate compares with; `None` if unknown.
     mode : {"auto", "off", "force"}
-        Also 0 for off and 1 for force. Anything else is a warning and "auto".
+        Also 0 for off and 1 for force.
     gate : {"fits", "fits-free", "always"}
         The meaning of `room_bytes`: the machine's memory, or its free part; "always" does
         not compare.
@@ -52,7 +52,7 @@ def decide(
     Raises
     ------
     ConfigError
-        If the gate is unknown.
+        If the gate or the mode is unknown.
     """
     if gate not in GATES:
         raise ConfigError(f"gate {gate!r} is not one of {', '.join(GATES)}")

@@ -5,6 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from moecache.prefetch.modes import check_prefetch
 from moecache.prefetch.predict import Predictor
 from moecache.profiles.file import check_path
 from moecache.ranks import Share
+from moecache.settings import OPTIONS, parse_prefault
 
 # Options that are counts, and may be 0.
 _SIZES = ("context_tokens", "host_bytes", "token_bytes", "state_bytes")
@@ -186,6 +188,11 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be used, before anything is opened."""
+        for name in ("lock", "prefault", "prefetch", "warmpin"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, OPTIONS[name].read(text))
+        if self.prefault is not None:
+            parse_prefault(self.prefault)
         if self.profile is not None:
             check_path(self.profile)
         if self.policy is not None:
@@ -197,8 +204,9 @@ class Options:
             raise ConfigError("give either memory or slots, not both")
         for name in ("slots", "loader_threads", "top_k", *_SIZES):
             value: Any = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
                 raise ConfigError(f"{name} must be a whole number, got {value!r}")
+            object.__setattr__(self, name, None if value is None else int(value))
         if self.share is not None and not isinstance(self.share, Share):
             raise ConfigError(f"share must be a moecache.ranks.Share, got {self.share!r}")
         if self.slots is not None and self.slots < 1:

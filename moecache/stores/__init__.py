@@ -3,7 +3,7 @@
 import os
 from collections.abc import Collection
 
-from moecache.errors import FormatError
+from moecache.errors import ConfigError, FormatError
 from moecache.stores._paths import find_path, is_file
 from moecache.stores._tensors import CheckpointStore
 from moecache.stores.base import ExpertStore, FileStore
@@ -65,4 +65,6 @@ def open_store(
         raise FormatError(
             f"{path}: only .safetensors files, .gguf files and checkpoint directories are read"
         )
+    if isinstance(layers, str):
+        raise ConfigError(f"layers are names in a list, such as [{layers!r}]")
     return store(found, top_k=top_k, mapped=mapped, layers=layers)

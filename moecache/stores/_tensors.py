@@ -104,6 +104,8 @@ class CheckpointStore(ABC):
         ConfigError
             If there is none of that name.
         """
+        if isinstance(names, str):
+            raise ConfigError(f"layers are names in a list, such as [{names!r}]")
         known = self._layout.layer_names
         for name in names:
             if name not in known:

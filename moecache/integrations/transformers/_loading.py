@@ -38,7 +38,7 @@ from moecache.layout import ExpertLayout
 from moecache.prefault.mappings import read_mappings, split
 from moecache.ranks import Placement, Share
 from moecache.runtime.open import open  # noqa: A004 - moecache.open
-from moecache.settings import Settings
+from moecache.settings import DEFAULT_PREFAULT, Settings, parse_prefault
 from moecache.sizing.headroom import states_per_text
 from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
@@ -249,6 +249,7 @@ def _check(
     if trunk == "native" and parse_device(device) is not None:
         raise ConfigError(f'trunk="native" is computed in RAM, not on {device}; use "bf16"')
     check_names(trunk=trunk, **options)
+    parse_prefault(options.get("prefault") or DEFAULT_PREFAULT)
 
 
 def _share_of(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moecache import kernels
-from moecache.errors import StoreError
+from moecache.errors import ConfigError, StoreError
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.gguf_members import MODELS
 from tests.helpers.gguf_models import write_gguf
@@ -75,6 +75,19 @@ def known_of(model: Any, tokens: list[int], prefixes: Any) -> int:
     reader = reading.PromptReader(model, tokens, prefixes)
     reader.begin()
     return reader.num_cached
+
+
+def test_the_room_of_pages_may_be_text(model: Any, tmp_path: Path) -> None:
+    """What is no size is refused before any text is read."""
+    prefixes = reading.open_prefixes(
+        model, "16MiB", directory=str(tmp_path / "pages"), max_disk_bytes="16MiB"
+    )
+    for _ in range(2):
+        read(model, tokens_of(70), prefixes)
+    assert prefixes.stats().hit_tokens > 0
+    prefixes.close()
+    with pytest.raises(ConfigError, match="'lots' is not a size"):
+        reading.open_prefixes(model, "lots")
 
 
 @pytest.mark.parametrize("num", [1, 16, 31, 32, 33, 48, 64, 97, 100, 129])

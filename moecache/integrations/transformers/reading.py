@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from moecache.integrations.transformers.prompts import (
     span_pages,
 )
 from moecache.kernels import level
+from moecache.units import parse_bytes
 
 
 class PromptReader:
@@ -197,7 +199,11 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def open_prefixes(
-    model: Any, max_bytes: int, *, directory: Path | None = None, max_disk_bytes: int = 0
+    model: Any,
+    max_bytes: int | str,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    max_disk_bytes: int | str = 0,
 ) -> PrefixCache | None:
     """Return a cache of prompts' pages for a model; `None` if its prompts are not read in pages.
 
@@ -208,17 +214,21 @@ def open_prefixes(
     ----------
     model : PreTrainedModel
         As `load` returns it.
-    max_bytes : int
+    max_bytes : int or str
         Of memory.
-    directory : Path, optional
+    directory : str or Path, optional
         Where pages are written to as well.
-    max_disk_bytes : int, default 0
+    max_disk_bytes : int or str, default 0
 
     Raises
     ------
+    ConfigError
+        If a size is none.
     StoreError
         If the directory cannot be used.
     """
+    max_bytes, max_disk_bytes = parse_bytes(max_bytes), parse_bytes(max_disk_bytes)
+    directory = None if directory is None else Path(directory)
     if (decoded := decoded_model(model)) is not None:
         return keep_pages(
             decoded,

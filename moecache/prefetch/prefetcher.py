@@ -211,11 +211,13 @@ class Prefetcher:
         Raises
         ------
         ValueError
-            If the layer or an id is out of range, ids are no whole numbers, or scores do not fit.
+            If the layer or an id is out of range, or scores do not fit.
+        TypeError
+            If ids are no integers.
         """
         chosen = np.asarray(ids)
         if chosen.size and chosen.dtype.kind not in "iu":
-            raise ValueError(
+            raise TypeError(
                 f"ids must be whole numbers, got an array of {chosen.dtype}; "
                 "convert them with astype(numpy.int64)"
             )

@@ -275,7 +275,9 @@ class ExpertRuntime:
         Raises
         ------
         ValueError
-            If the layer or an id is out of range, ids are no whole numbers, or scores do not fit.
+            If the layer or an id is out of range, or scores do not fit.
+        TypeError
+            If ids are no integers.
         """
         self.steps.check_usable()
         if self._prefetcher is not None:

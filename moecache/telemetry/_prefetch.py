@@ -20,8 +20,8 @@ class PrefetchStats:
 
     Attributes
     ----------
-    mode : {"off", "echo", "last", "hints", "auto"}
-        The mode that was asked for.
+    mode : str
+        "auto", "echo", "last" or "hints", as was asked for; or the name of a predictor's class.
     active : bool
         Whether experts are read ahead now.
     reason : str

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moecache.errors import ConfigError
 from moecache.formats import FORMATS, find_format, format_of, quantize
+from moecache.formats.base import EXAMPLES
 from tests.helpers.formats import BLOCK_BYTES, READ_ONLY, blocks_of, random_blocks, values_of
 
 BLOCKED = sorted(BLOCK_BYTES)
@@ -225,10 +226,17 @@ def test_a_dtype_without_a_format_is_refused() -> None:
         format_of(np.float64)
 
 
+def test_the_examples_of_names_are_formats() -> None:
+    """A message shows them."""
+    assert [find_format(name).name for name in EXAMPLES] == list(EXAMPLES)
+
+
 @pytest.mark.parametrize("name", ["q9", "", None, ["f32"]])
 def test_an_unknown_format_is_refused(name: object) -> None:
     """The message names it and those there are."""
-    with pytest.raises(ConfigError, match=r"format .* is not supported; supported are .*q4_0"):
+    with pytest.raises(
+        ConfigError, match=r"format .* is not supported; supported are .*q4_0.* fp8\[128x128,f32\]"
+    ):
         quantize(np.zeros((1, 32), np.float32), name)  # type: ignore[arg-type]
 
 

@@ -156,6 +156,12 @@ def test_arrays_that_do_not_agree_are_config_errors(shapes: list[tuple[int, ...]
         MemoryStore({str(number): np.zeros(shape) for number, shape in enumerate(shapes)})
 
 
+def test_a_format_of_no_role_is_a_config_error() -> None:
+    """Else the bytes of a misspelt role would be numbers."""
+    with pytest.raises(ConfigError, match="formats has 'dwon', the roles are down"):
+        MemoryStore({"down": np.zeros((1, 2, 5), np.uint8)}, formats={"dwon": ("q8_0", (32, 64))})
+
+
 def test_more_experts_per_token_than_there_are_is_a_config_error(
     arrays: dict[str, np.ndarray],
 ) -> None:

@@ -148,6 +148,7 @@ def test_hit_rates_over_time_are_those_of_the_replays() -> None:
     styles = {line.get_label(): line.get_linestyle() for line in ax.get_lines()}
     assert styles == {"LRU": "-", "bound": "--"}
     assert ax.get_ylabel() == "hit rate of the last 16 steps"
+    assert list(lines(plots.hit_rate_over_time(replays["LRU"]))) == ["lru"]
     with pytest.raises(ConfigError, match="no replay to draw"):
         plots.hit_rate_over_time({})
 

@@ -2,6 +2,8 @@
 
 import itertools
 import mmap
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -76,6 +78,14 @@ def test_an_unknown_mode_is_a_config_error(mode: object) -> None:
     for call in (lambda: decide(14 * GIB, 16 * GIB, mode=mode), lambda: warm([], mode=mode)):
         with pytest.raises(ConfigError, match=f"prefault {mode!r} is not one of auto, off, force"):
             call()
+
+
+@pytest.mark.parametrize("call", [warm, prefault.evict, prefault.residency])
+def test_a_path_is_no_memory(call: Callable[[object], object]) -> None:
+    """Its letters are no regions."""
+    for path in ("model.safetensors", Path("model.safetensors")):
+        with pytest.raises(ConfigError, match=r"'model.safetensors' is a path; open it"):
+            call(path)
 
 
 @pytest.mark.parametrize("gate", ["", "FITS", "never", None])

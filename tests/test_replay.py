@@ -317,3 +317,9 @@ def test_more_keys_than_can_be_numbered_are_refused(policy: str) -> None:
     huge = Trace(np.zeros((1, 2048, 1), np.int32), num_experts=2**20)
     with pytest.raises(ValueError, match="2048 layers of 1048576 experts are more than"):
         replay(huge, policy, 5)
+
+
+def test_a_path_is_no_trace() -> None:
+    """The message says what reads one."""
+    with pytest.raises(ConfigError, match=r"'run.npz' is no Trace; read a file.s with .*load_any"):
+        replay("run.npz", "lru", 4)  # type: ignore[arg-type]

@@ -96,6 +96,8 @@ def test_the_reserve_stays_free() -> None:
     assert plan(_layout(), RESERVE_BYTES + 5999).budget_slots == 5
     assert plan(_layout(), RESERVE_BYTES - 1).status is SizingStatus.BUDGET_EXHAUSTED
     assert plan(_layout(), 5999, reserve_bytes=1000).budget_slots == 4
+    assert plan(_layout(), "512MiB").status is SizingStatus.BUDGET_EXHAUSTED
+    assert plan(_layout(), "7kB", reserve_bytes="2kB").budget_slots == 5
 
 
 def test_staging_slots_come_out_of_the_budget() -> None:

@@ -200,7 +200,7 @@ def test_concatenated_traces_stay_apart() -> None:
     """Sequences and steps go on, narrow rows are padded, common metadata stays."""
     one = Trace([[[0, 1]], [[1, 2]]], num_experts=4, step=[7, 7], model="m", seed=1)
     two = Trace([[[3]], [[2]]], num_experts=4, sequence=[5, 5], model="m", seed=2)
-    joined = concatenate([one, two, one])
+    joined = concatenate(trace for trace in [one, two, one])
 
     assert joined.experts[2].tolist() == [[3, -1]]
     assert joined.sequence.tolist() == [0, 0, 1, 1, 2, 2]

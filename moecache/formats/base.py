@@ -17,6 +17,8 @@ Parts = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 FORMATS: dict[str, "Format"] = {}
 # Each returns a format that has parameters in its name, or None.
 PARSERS: list[Callable[[str], "Format | None"]] = []
+# Names of formats that have parameters, for messages.
+EXAMPLES = ("fp8[128x128,f32]", "int4[1x32,bf16]", "gptq4[128,f16]", "awq4[128,f16]")
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def find_format(name: str) -> Format:
     for parse in PARSERS if found is None and isinstance(name, str) else ():
         found = found or parse(name)
     if found is None:
-        known = ", ".join(FORMATS)
+        known = ", ".join((*FORMATS, *EXAMPLES))
         raise ConfigError(f"format {name!r} is not supported; supported are {known}")
     return found
 

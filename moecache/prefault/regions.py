@@ -1,6 +1,7 @@
 """Regions: address ranges to be brought into memory, and the objects that keep them mapped."""
 
 import operator
+import os
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -73,6 +74,11 @@ def listed(regions: Any) -> Iterable[Any]:
     ConfigError
         If it is neither a buffer nor an iterable.
     """
+    if isinstance(regions, (str, os.PathLike)):
+        raise ConfigError(
+            f"regions are memory, and {os.fspath(regions)!r} is a path; open it, and give "
+            "store.regions()"
+        )
     if _hold(0, regions) is not None:
         return [regions]
     if not isinstance(regions, Iterable):

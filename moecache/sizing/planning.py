@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from moecache.layout import ExpertLayout
-from moecache.units import format_bytes
+from moecache.units import format_bytes, parse_bytes
 
 RESERVE_BYTES = 512 * 2**20
 MAX_STAGING_SLOTS = 8
@@ -77,9 +77,9 @@ class SizingPlan:
 
 def plan(
     layout: ExpertLayout,
-    free_bytes: int,
+    free_bytes: int | str,
     *,
-    reserve_bytes: int = RESERVE_BYTES,
+    reserve_bytes: int | str = RESERVE_BYTES,
     staging_slots: int = 0,
     slot_bytes: int | None = None,
     total_slots: int | None = None,
@@ -89,9 +89,9 @@ def plan(
     Parameters
     ----------
     layout : ExpertLayout
-    free_bytes : int
+    free_bytes : int or str
         Memory that is free once everything else (trunk, KV cache) is in place.
-    reserve_bytes : int, default 512 MiB
+    reserve_bytes : int or str, default 512 MiB
         Left free.
     staging_slots : int, default 0
         Slots for steps that ask for more than their share. They come out of the
@@ -101,6 +101,9 @@ def plan(
     total_slots : int, optional
         Experts that may be asked for; by default all of the layout.
     """
+    # Numbers may be negative: more is needed than there is.
+    free_bytes = parse_bytes(free_bytes) if isinstance(free_bytes, str) else free_bytes
+    reserve_bytes = parse_bytes(reserve_bytes) if isinstance(reserve_bytes, str) else reserve_bytes
     slot_bytes = layout.slot_bytes if slot_bytes is None else slot_bytes
     total = layout.total_experts if total_slots is None else total_slots
     recommended = min(total, layout.num_layers * min(layout.num_experts, 2 * layout.top_k))

@@ -38,6 +38,8 @@ class MemoryStore:
                 "every array must start with the same [num_layers, num_experts], "
                 f"got {sorted(array.shape for array in arrays.values())}"
             )
+        for name in (formats or {}).keys() - arrays.keys():
+            raise ConfigError(f"formats has {name!r}, the roles are {', '.join(arrays)}")
         num_layers, num_experts = next(iter(shapes))
         self._arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         roles = []

@@ -27,6 +27,8 @@ def check_scope(scope: str) -> str:
 
 def total_experts(trace: Trace) -> int:
     """Return the experts of all layers."""
+    if not isinstance(trace, Trace):
+        raise ConfigError(f"{trace!r:.80} is no Trace; read a file's with moecache.study.load_any")
     return trace.num_layers * trace.num_experts
 
 

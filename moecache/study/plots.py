@@ -171,12 +171,14 @@ def expert_heat_map(trace: Trace, *, by_popularity: bool = False, ax: Any = None
     return ax
 
 
-def hit_rate_over_time(replays: Mapping[str, Replay], window: int = 32, *, ax: Any = None) -> Any:
+def hit_rate_over_time(
+    replays: Mapping[str, Replay] | Replay, window: int = 32, *, ax: Any = None
+) -> Any:
     """Draw hit rates of the last `window` steps, step by step.
 
     Parameters
     ----------
-    replays : mapping of names to Replay
+    replays : mapping of names to Replay, or one Replay
         Replays of one trace.
     window : int, default 32
         Steps.
@@ -187,6 +189,8 @@ def hit_rate_over_time(replays: Mapping[str, Replay], window: int = 32, *, ax: A
     matplotlib Axes
         With a line per replay.
     """
+    if isinstance(replays, Replay):
+        replays = {replays.policy: replays}
     if not replays:
         raise ConfigError("there is no replay to draw")
     ax = _axes(ax)

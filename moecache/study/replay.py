@@ -200,9 +200,8 @@ def replay(
         a class or function, called as ``factory(capacity, num_keys=...)`` once for all
         layers, or once for each; or one object, for scope "global". Anything but a
         compiled policy is driven as `moecache.policies._python_policy.PythonPolicy` says:
-        access(key), insert(key), remove(key), victim(held). A compiled object keeps its
-        keys: a second replay with it goes on where the first one ended. An object
-        written in Python can be replayed once, for the cache around it starts empty.
+        access(key), insert(key), remove(key), victim(held). An object can be replayed
+        once, for the cache around it starts empty.
     capacity : int, float or str, default "25%"
         Slots, or a share of all experts: 128, 0.25, "0.25", "25%". More than all are all.
     scope : {"global", "layer"}, default "global"

@@ -1,6 +1,6 @@
 """Traces of one model as one trace: one after the other, or side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from moecache.errors import ConfigError
 from moecache.traces.trace import Trace
 
 
-def concatenate(traces: Sequence[Trace]) -> Trace:
+def concatenate(traces: Iterable[Trace]) -> Trace:
     """Return traces of one model one after the other.
 
     Sequences stay apart, steps go on counting. Rows that are narrower than others
@@ -19,10 +19,11 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
     ConfigError
         If there is no trace, or their shapes differ.
     """
+    traces = list(traces)
     return _join(traces, [np.full(len(trace), number) for number, trace in enumerate(traces)])
 
 
-def interleave(traces: Sequence[Trace]) -> Trace:
+def interleave(traces: Iterable[Trace]) -> Trace:
     """Return traces of one model as a batch: a row of each in turn, as one step.
 
     A trace that ends earlier leaves the batch. For measuring what batching does to a
@@ -33,6 +34,7 @@ def interleave(traces: Sequence[Trace]) -> Trace:
     ConfigError
         If there is no trace, or their shapes differ.
     """
+    traces = list(traces)
     return _join(traces, [np.arange(len(trace)) for trace in traces], together=True)
 
 

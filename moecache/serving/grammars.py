@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError, MissingDependencyError
+from moecache.serving.schema_numbers import check_numbers, without_numbers
 from moecache.serving.vocabulary import check_llguidance, told, vocabulary_of
 
 # A hostile text of this length compiles within 1.5 s, where a longer one may take minutes.
@@ -68,7 +69,8 @@ class Grammar:
         Raises
         ------
         ConfigError
-            If the schema is nested too deep, or too large, or has texts that are none.
+            If the schema is nested too deep, or too large, or has texts that are none, or
+            numbers that llguidance cannot hold.
         MissingDependencyError
             If llguidance is not installed; likewise the other methods.
         """
@@ -91,7 +93,8 @@ class Grammar:
             "whitespace_pattern": _BLANKS,
             "lenient": is_lenient,
         }
-        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+        kept = without_numbers(dict(schema)) if is_lenient else schema
+        return f"%json {json.dumps({**kept, 'x-guidance': options})}"
 
     @classmethod
     def of_regex(cls, pattern: str, name: str) -> "Grammar":
@@ -123,6 +126,7 @@ class Grammar:
         import llguidance
 
         _check_length(text, name)
+        check_numbers(text, name)
         # The last one counts.
         return cls(llguidance.LLMatcher.grammar_from_lark(f"{text}\n{_UNFORCED}"), name)
 

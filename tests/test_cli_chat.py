@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pty
 import select
@@ -123,6 +124,35 @@ def test_a_conversation_goes_on_from_its_file(
         assert talk(model, monkeypatch, "why\n", *resume) == 1 + (wrong[:2] != '{"')
         assert str(path) in capsys.readouterr().err
         assert path.read_text() == wrong
+
+
+def test_a_conversation_that_goes_on_keeps_its_system_message(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    asked: list[list[tuple[str, str]]],
+) -> None:
+    """Another one is refused before anything is loaded, unless nothing was said after it."""
+    path = tmp_path / "talk.json"
+    resume = ("--resume", str(path), "--system")
+    begun = {"moecache": "conversation", "messages": [{"role": "system", "content": "Rhyme."}]}
+    path.write_text(json.dumps(begun))
+    short = ("--max-new-tokens", "1")
+    assert talk(model, monkeypatch, "why\n", *resume, "Be brief.", *short) == 0
+    assert talk(model, monkeypatch, "", *resume, "Be brief.") == 0
+    assert asked == [[("system", "Be brief."), ("user", "why")]]
+
+    with_system = json.loads(path.read_text())
+    without = {**with_system, "messages": with_system["messages"][1:]}
+    for found, told in ((with_system, "'Be brief.'"), (without, "no system message")):
+        path.write_text(json.dumps(found))
+        capsys.readouterr()
+        assert talk(model, monkeypatch, "", *resume, "Rhyme.") == 2
+        shown = capsys.readouterr().err
+        for part in (str(path), told, "leave --system out", "another file"):
+            assert part in shown
+        assert json.loads(path.read_text()) == found
 
 
 def test_a_line_that_no_model_takes_is_told_at_once(

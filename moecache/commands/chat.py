@@ -74,7 +74,11 @@ def add_parser(commands: Any) -> None:
         help=f"a checkpoint directory, a .gguf file, or {HUB_NAMES}",
     )
     add_hub_options(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    parser.add_argument(
+        "--system",
+        metavar="TEXT",
+        help="what the model is told before all else; a conversation that goes on keeps its own",
+    )
     add_sampling_options(parser, max_new_tokens=1024)
     parser.add_argument(
         "--resume",
@@ -108,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         hello = [*told, {"role": "user", "content": "Hello"}]
         encoder.check_chat(hello)
         if arguments.resume is not None:
-            resumed.extend(read_conversation(arguments.resume) or [])
+            resumed.extend(_resumed(arguments))
             encoder.check_chat(resumed or hello)
 
     resumed: list[dict[str, str]] = []
@@ -242,6 +246,29 @@ class _Conversation:
 def _told(arguments: argparse.Namespace) -> list[dict[str, str]]:
     """Return the messages with which each conversation begins."""
     return [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+
+
+def _resumed(arguments: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the messages of the file, or none where nothing was said yet.
+
+    Raises
+    ------
+    ConfigError
+        If the option names another system message than the conversation has.
+    """
+    messages = read_conversation(arguments.resume)
+    if arguments.system is None:
+        return messages
+    known = [one["content"] for one in messages if one["role"] == "system"]
+    if len(known) == len(messages):
+        return []
+    if known != [arguments.system]:
+        found = f"the system message {known[0][:80]!r}" if known else "no system message"
+        raise ConfigError(
+            f"--system: the conversation in {arguments.resume} goes on with {found}; leave "
+            "--system out, or begin another conversation with another file"
+        )
+    return messages
 
 
 def _figures(stream: Any, stats: RuntimeStats) -> str:

@@ -33,7 +33,7 @@ BUDGETS = {
     "tests/test_transformers_families.py": 9,
     "tests/test_transformers_gguf.py": 12,
     "tests/test_transformers_quantized.py": 9,
-    "tests/test_cli_chat.py": 10,
+    "tests/test_cli_chat.py": 11,
     "tests/test_serving_fields.py": 9,
     "tests/test_serving_grammars.py": 9,
     "tests/test_packing_resume.py": 7,

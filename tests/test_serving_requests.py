@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moecache.serving.errors import RequestError
+from moecache.serving.messages import read_message
 from moecache.serving.requests import Asked, read_request
+from moecache.serving.responses import read_response
 from moecache.serving.stops import StopText
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -161,6 +164,28 @@ def test_a_wrong_field_is_named(
         read({"messages": HELLO, **change})
     assert (refused.value.status, refused.value.param) == (status, param)
     assert message in str(refused.value)
+
+
+def read_anywhere(**fields: Any) -> dict[str, Callable[[], Asked]]:
+    """Return what reads a request with these fields, for each protocol."""
+    chat = json.dumps({"messages": HELLO, "max_tokens": 3, **fields}).encode()
+    response = json.dumps({"input": HELLO, **fields}).encode()
+    return {
+        "chat": lambda: read(chat),
+        "message": lambda: read_message(chat, models=("tiny",)),
+        "response": lambda: read_response(response, models=("tiny",)),
+    }
+
+
+@pytest.mark.parametrize("protocol", ["chat", "message", "response"])
+def test_a_temperature_is_the_same_in_each_protocol(protocol: str) -> None:
+    """With the same bounds."""
+    for value in (0, 0.01, 100):
+        assert read_anywhere(temperature=value)[protocol]().temperature == value
+    for wrong, message in ((0.009, "0 or at least 0.01"), (101, "between 0 and 100")):
+        with pytest.raises(RequestError, match=message) as refused:
+            read_anywhere(temperature=wrong)[protocol]()
+        assert refused.value.param == "temperature"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, refuse, text_of, texts_of
-from moecache.serving.requests import Asked, check_model, read_object, read_seed
+from moecache.serving.requests import Asked, check_model, read_object, read_seed, read_temperature
 from moecache.serving.tools import Tools, check_names, function_of
 
 _MOST_STOPS = 16
@@ -48,7 +48,7 @@ def read_message(
         messages=(*_system(given.get("system")), *_messages(given)),
         prompt=None,
         max_tokens=most,
-        temperature=fields.number("temperature", 0, 100),
+        temperature=read_temperature(fields),
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.whole("top_k", 1),
         seed=read_seed(fields),

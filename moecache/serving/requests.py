@@ -151,7 +151,7 @@ def read_request(body: bytes | bytearray, *, chat: bool, models: tuple[str, ...]
         messages=_messages(given) if chat else None,
         prompt=None if chat else _prompt(given),
         max_tokens=most if chat or most is not None else _COMPLETION_TOKENS,
-        temperature=_temperature(fields),
+        temperature=read_temperature(fields),
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.whole("top_k", 1),
         seed=read_seed(fields),
@@ -205,7 +205,8 @@ def read_seed(fields: Fields) -> int:
         raise RequestError(400, str(error), param="seed") from error
 
 
-def _temperature(fields: Fields) -> float | None:
+def read_temperature(fields: Fields) -> float | None:
+    """Return the temperature of a request, which is 0 or at least 0.01, or `None`."""
     value = fields.number("temperature", 0, 100)
     if value is not None and 0 < value < 0.01:
         raise RequestError(

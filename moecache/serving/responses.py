@@ -5,7 +5,7 @@ from typing import Any
 
 from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, refuse, text_of, texts_of
-from moecache.serving.requests import Asked, check_model, read_object, read_seed
+from moecache.serving.requests import Asked, check_model, read_object, read_seed, read_temperature
 from moecache.serving.structured import read_grammar
 from moecache.serving.tools import Tools, read_calls, read_tools
 
@@ -55,7 +55,7 @@ def read_response(body: bytes | bytearray, *, models: tuple[str, ...]) -> Asked:
         messages=(*system, *_messages(given.get("input"))),
         prompt=None,
         max_tokens=fields.whole("max_output_tokens", 1),
-        temperature=fields.number("temperature", 0, 100),
+        temperature=read_temperature(fields),
         top_p=fields.number("top_p", 0, 1),
         top_k=fields.whole("top_k", 1),
         seed=read_seed(fields),

@@ -119,10 +119,13 @@ def test_a_conversation_goes_on_from_its_file(
     assert asked[-1] == [("user", "one")]
 
     capsys.readouterr()
-    for wrong in ('{"moecache": "conversation", "messages": [1]}', "{}", "\x00", "a text"):
+    half = '{"moecache": "conversation", "messages": [{"role": "user", "content": "\\udcff"}]}'
+    for wrong in (half, '{"moecache": "conversation", "messages": [1]}', "{}", "\x00", "a text"):
         path.write_text(wrong)
         assert talk(model, monkeypatch, "why\n", *resume) == 1 + (wrong[:2] != '{"')
-        assert str(path) in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert str(path) in shown
+        assert ("message 0 has a lone surrogate" in shown) == (wrong == half)
         assert path.read_text() == wrong
 
 

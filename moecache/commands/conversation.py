@@ -37,6 +37,14 @@ def read_conversation(path: str) -> list[dict[str, str]]:
     messages = found.get("messages") if isinstance(found, dict) else None
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise FormatError(f"{path}: is no conversation of moecache chat; name another file")
+    for place, one in enumerate(messages):
+        try:
+            one["content"].encode()
+        except UnicodeEncodeError as error:
+            raise FormatError(
+                f"{path}: message {place} has a lone surrogate at {error.start}, which is no text; "
+                "mend it, or name another file"
+            ) from error
     return [{"role": one["role"], "content": one["content"]} for one in messages]
 
 

@@ -151,6 +151,7 @@ def test_a_template_looks_at_the_requests_variables(client: Any) -> None:
     plain = chat(client).usage.prompt_tokens
     found = chat(client, extra_body={"chat_template_kwargs": {"mood": "gay "}})
     assert found.usage.prompt_tokens == plain + 4
-    for name in ("chat_template", "continue_final_message", "tokenize"):
-        with pytest.raises(openai.BadRequestError, match=name):
+    for name in ("chat_template", "continue_final_message", "tokenize", "messages", "self"):
+        with pytest.raises(openai.BadRequestError, match=name) as refused:
             chat(client, extra_body={"chat_template_kwargs": {name: "{{ 1 }}"}})
+        assert refused.value.param == "chat_template_kwargs"

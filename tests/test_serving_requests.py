@@ -153,6 +153,16 @@ def test_what_is_left_out_is_the_models_own() -> None:
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "at most 20"),
         ({"chat_template_kwargs": 1}, 400, "chat_template_kwargs", "an object"),
         ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs", "a field of"),
+        *(
+            ({"chat_template_kwargs": {name: []}}, 400, "chat_template_kwargs", repr(name))
+            for name in ("messages", "self", "conversations")
+        ),
+        (
+            {"chat_template_kwargs": {"mood": ["\udc00"]}},
+            400,
+            "chat_template_kwargs.mood[0]",
+            "surrogate, 0",
+        ),
         ({"tools": [{}]}, 400, "tools[0].type", "no other tools"),
     ],
 )
@@ -164,6 +174,93 @@ def test_a_wrong_field_is_named(
         read({"messages": HELLO, **change})
     assert (refused.value.status, refused.value.param) == (status, param)
     assert message in str(refused.value)
+
+
+def called(arguments: Any, **fields: Any) -> dict[str, Any]:
+    """Return an earlier answer with a call."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": function, **fields}]}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "fields", "param"),
+    [
+        ("response", {"instructions": "a\ud800"}, "instructions"),
+        (
+            "chat",
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {
+                            "name": "f",
+                            "parameters": {"properties": {"a\ud800": {}}},
+                        },
+                    }
+                ]
+            },
+            "tools[0].function.parameters.properties",
+        ),
+        (
+            "message",
+            {"tools": [{"name": "f", "input_schema": {"enum": ["a", "a\ud800"]}}]},
+            "tools[0].input_schema.enum[1]",
+        ),
+        (
+            "chat",
+            {"messages": [called({"city": "a\ud800"})]},
+            "messages[0].tool_calls[0].function.arguments.city",
+        ),
+        (
+            "chat",
+            {"messages": [called('{"a\\ud800": 1}')]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ("chat", {"messages": [called({}, id="a\ud800")]}, "messages[0].tool_calls[0].id"),
+        (
+            "message",
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": "a\ud800"}}
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[0].input.a",
+        ),
+        (
+            "response",
+            {"input": [{"type": "function_call", "name": "f", "arguments": '["a"]'}]},
+            "input[0].arguments",
+        ),
+        (
+            "response",
+            {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
+            "input[0].arguments",
+        ),
+        (
+            "response",
+            {"input": [{"type": "function_call", "name": "f", "call_id": "a\ud800"}]},
+            "input[0].call_id",
+        ),
+    ],
+)
+def test_what_no_tokenizer_takes_is_refused_where_it_stands(
+    protocol: str, fields: dict[str, Any], param: str
+) -> None:
+    """A lone surrogate with its place; calls by the names that the protocol has."""
+    with pytest.raises(RequestError) as refused:
+        read_anywhere(**fields)[protocol]()
+    assert refused.value.param == param
+    message = str(refused.value)
+    assert message.startswith(param)
+    if "surrogate" not in message:
+        assert "JSON" in message
+    elif not param.endswith("arguments"):
+        assert message.endswith("surrogate, 1")
 
 
 def read_anywhere(**fields: Any) -> dict[str, Callable[[], Asked]]:

@@ -1,10 +1,13 @@
 """Fields: values of JSON that nobody vouches for, each of the type that it should be."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from moecache.serving.errors import RequestError
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Fields:
@@ -78,6 +81,26 @@ def text_of(name: str, value: Any) -> str:
     return str(value)
 
 
+def check_texts(name: str, value: Any) -> None:
+    """Raise a RequestError if a string, or a property's name, within a value is no text."""
+    # Places are links, since the names of deep ones are long.
+    left: list[tuple[Any, Any]] = [(None, value)]
+    while left:
+        place, inner = left.pop()
+        texts: list[str] = []
+        parts: list[tuple[Any, Any]] = []
+        if isinstance(inner, dict):
+            texts, parts = list(inner), list(inner.items())
+        elif isinstance(inner, list):
+            parts = list(enumerate(inner))
+        elif isinstance(inner, str):
+            texts = [inner]
+        for text in texts:
+            if _SURROGATE.search(text):
+                text_of(name + _path(place), text)
+        left += [((place, key), one) for key, one in parts]
+
+
 def texts_of(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> str:
     """Return the text of a string, or the lines of a list of parts of these types."""
     if not isinstance(value, list):
@@ -110,3 +133,12 @@ def kind_of(value: Any) -> str:
     """Return JSON's word for the type of a value."""
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     return kinds.get(type(value), "nothing" if value is None else "a number")
+
+
+def _path(place: Any) -> str:
+    """Return where a value stands, from links of its key to the place of what it is in."""
+    found: list[str] = []
+    while place is not None:
+        place, key = place
+        found.append(f"[{key}]" if isinstance(key, int) else f".{key[:80]}")
+    return "".join(reversed(found))

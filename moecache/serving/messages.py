@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moecache.serving.errors import RequestError
-from moecache.serving.fields import Fields, refuse, text_of, texts_of
+from moecache.serving.fields import Fields, check_texts, refuse, text_of, texts_of
 from moecache.serving.requests import Asked, check_model, read_object, read_seed, read_temperature
 from moecache.serving.tools import Tools, check_names, function_of
 
@@ -117,6 +117,7 @@ def _of_assistant(name: str, blocks: list[Any]) -> list[dict[str, Any]]:
             called = block.get("input")
             if not isinstance(called, dict):
                 refuse(f"{where}.input", called, "an object")
+            check_texts(f"{where}.input", called)
             function = {
                 "name": text_of(f"{where}.name", block.get("name")),
                 "arguments": called,

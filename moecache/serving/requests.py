@@ -10,7 +10,15 @@ from moecache.decoding.sampler import Mask
 from moecache.errors import ConfigError
 from moecache.integrations.answer_parts import AnswerParser
 from moecache.serving.errors import RequestError
-from moecache.serving.fields import Fields, kind_of, refuse, refuse_constant, text_of, texts_of
+from moecache.serving.fields import (
+    Fields,
+    check_texts,
+    kind_of,
+    refuse,
+    refuse_constant,
+    text_of,
+    texts_of,
+)
 from moecache.serving.grammars import Grammar
 from moecache.serving.structured import read_grammar
 from moecache.serving.tools import Tools, read_calls, read_tools
@@ -34,6 +42,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),
 }
+# Arguments by which transformers and jinja2 render a template; there cannot be two of a name.
+_TEMPLATES_OWN = {"tools", "messages", "conversations", "self"}
 
 
 @dataclass(frozen=True)
@@ -217,12 +227,15 @@ def read_temperature(fields: Fields) -> float | None:
 
 def _template(fields: Fields) -> dict[str, Any]:
     given = fields.table("chat_template_kwargs")
-    if "tools" in given:
+    name = "chat_template_kwargs"
+    for taken in sorted(_TEMPLATES_OWN & given.keys()):
         raise RequestError(
             400,
-            "chat_template_kwargs has tools; they are a field of the request",
-            param="chat_template_kwargs",
+            f"{name} has {taken!r}, which is a field of the request or the template's own; leave "
+            "it out",
+            param=name,
         )
+    check_texts(name, given)
     return given
 
 

@@ -7,7 +7,7 @@ from moecache.serving.errors import RequestError
 from moecache.serving.fields import Fields, refuse, text_of, texts_of
 from moecache.serving.requests import Asked, check_model, read_object, read_seed, read_temperature
 from moecache.serving.structured import read_grammar
-from moecache.serving.tools import Tools, read_calls, read_tools
+from moecache.serving.tools import Tools, read_call, read_tools
 
 # Fields that would change the answer and are not supported, and values with which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -49,8 +49,8 @@ def read_response(body: bytes | bytearray, *, models: tuple[str, ...]) -> Asked:
                 400, f"{name} is not supported; leave it out", param=name, code="unsupported"
             )
     check_model(fields, models)
-    instructions = fields.text("instructions")
-    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    told = given.get("instructions")
+    system = [] if told is None else [{"role": "system", "content": text_of("instructions", told)}]
     return Asked(
         messages=(*system, *_messages(given.get("input"))),
         prompt=None,
@@ -79,8 +79,10 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             refuse(name, item, "an item, which is an object")
         kind = item.get("type", "message")
         if kind == "function_call":
-            call = {"id": item.get("call_id"), "function": item}
-            (read,) = read_calls(name, [call])
+            identity = item.get("call_id")
+            if identity is not None:
+                text_of(f"{name}.call_id", identity)
+            read = read_call(name, item, identity)
             # Calls belong to the answer that made them.
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": ""})

@@ -9,7 +9,7 @@ from typing import Any
 from moecache.errors import ConfigError
 from moecache.integrations.answer_parts import AnswerFormat
 from moecache.serving.errors import RequestError
-from moecache.serving.fields import Fields, refuse, text_of
+from moecache.serving.fields import check_texts, refuse, text_of
 from moecache.serving.grammars import Grammar
 
 _MOST_TOOLS = 128
@@ -126,6 +126,7 @@ def function_of(
         text_of(f"{name}.description", description)
     if parameters is not None and not isinstance(parameters, dict):
         refuse(f"{name}.{word}", parameters, "a schema, which is an object")
+    check_texts(f"{name}.{word}", parameters)
     return {
         "type": "function",
         "function": {
@@ -205,7 +206,29 @@ def _call(name: str, call: Any) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
         refuse(f"{name}.function", function, "an object with name and arguments")
-    fields = Fields(function)
+    identity = call.get("id")
+    if identity is not None:
+        text_of(f"{name}.id", identity)
+    return read_call(f"{name}.function", function, identity)
+
+
+def read_call(name: str, function: Mapping[str, Any], identity: str | None) -> dict[str, Any]:
+    """Return a call as `read_calls` does.
+
+    Parameters
+    ----------
+    name : str
+        Where the function stands in the request.
+    function : mapping
+        Its name and arguments.
+    identity : str or None
+        Of the call.
+
+    Raises
+    ------
+    RequestError
+        If it is none.
+    """
     given = function.get("arguments")
     if isinstance(given, str):
         try:
@@ -213,19 +236,19 @@ def _call(name: str, call: Any) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 400,
-                f"{name}.function.arguments is no JSON: {error}",
-                param=f"{name}.function.arguments",
+                f"{name}.arguments is no JSON: {error}",
+                param=f"{name}.arguments",
             ) from error
     if not isinstance(given, dict):
-        refuse(f"{name}.function.arguments", given, "a JSON object, as text")
+        refuse(f"{name}.arguments", given, "a JSON object, as text")
+    check_texts(f"{name}.arguments", given)
     found = {
         "type": "function",
         "function": {
-            "name": text_of(f"{name}.function.name", fields.text("name")),
+            "name": text_of(f"{name}.name", function.get("name")),
             "arguments": given,
         },
     }
-    identity = Fields(call).text("id")
     return {"id": identity, **found} if identity else found
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from moecache import cli
 from moecache.commands.conversation import read_conversation
-from moecache.decoding.gguf import TextModel, continuing, open_text_model, opening, tokenizer, trunk
+from moecache.decoding.files import TextModel, continuing, open_text_model, opening, trunk
+from moecache.decoding.gguf import tokenizer
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import TextStream
@@ -135,7 +136,7 @@ def test_options_of_torchs_way_take_it(text_file: Path, options: list[str]) -> N
         )
         assert without_torch.why_torch(_arguments(text_file), store, is_chat=True) == ""
     why = without_torch.why_torch(_arguments(text_file), "a/name", is_chat=False)
-    assert why == "it is no GGUF file"
+    assert why == "it is a name on the hub"
 
 
 def _arguments(file: Path, *options: str) -> Any:
@@ -306,7 +307,7 @@ def test_models_leave_nothing_behind(copy: Path) -> None:
     """Neither closed ones, nor dropped ones, nor those whose text has failed: no memory either."""
     code = """
 import gc, sys
-from moecache.decoding.gguf import open_text_model
+from moecache.decoding.files import open_text_model
 from moecache.errors import ConfigError
 
 def resident():
@@ -338,7 +339,7 @@ def test_a_forked_child_opens_its_own(copy: Path) -> None:
     """The parent's is refused there, and closed without waiting; the parent goes on."""
     code = """
 import os, sys
-from moecache.decoding.gguf import open_text_model
+from moecache.decoding.files import open_text_model
 from moecache.errors import MoeCacheError
 
 model = open_text_model(sys.argv[1], "50%")

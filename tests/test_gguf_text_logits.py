@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moecache.decoding import states_cache
-from moecache.decoding.gguf.opening import open_text_model
+from moecache.decoding.files.opening import open_text_model
 from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
 from tests.helpers.gguf_texts import QUANTIZED, parts_of
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moecache.decoding.gguf.recipes import FileModel
+from moecache.decoding.files.recipes import FileModel
 from moecache.errors import ConfigError
 from moecache.stores import GgufStore, open_store
 from tests.helpers.gguf_models import write_gguf

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from moecache import kernels
-from moecache.decoding.gguf.continuing import continue_text, open_prefixes
-from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.gguf.opening import open_text_model
+from moecache.decoding.files.continuing import continue_text, open_prefixes
+from moecache.decoding.files.model import TextModel
+from moecache.decoding.files.opening import open_text_model
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.program_model import PROMPT_TOKENS
 from moecache.decoding.sampler import Sampler, Sampling
@@ -192,12 +192,6 @@ def test_an_interrupt_leaves_a_text_where_it_was(file: Path) -> None:
         assert np.array_equal(model.read(ids, model.new_cache()), wanted)
 
 
-def test_a_directory_runs_with_torch(qwen3_moe: Path) -> None:
-    """Its configuration is transformers' to read."""
-    with pytest.raises(ConfigError, match="is no GGUF file"):
-        open_text_model(qwen3_moe)
-
-
 def run_text(
     model: TextModel, prompt: list[int], num: int, prefixes: PrefixCache | None = None
 ) -> tuple[list[int], int]:
@@ -324,7 +318,7 @@ def test_chats_are_those_of_transformers(template: str) -> None:
 )
 def test_templates_that_fail_are_told(template: Any, error: str) -> None:
     """One line, with what to do instead; nothing outside can be reached."""
-    from moecache.decoding.gguf.chat import render
+    from moecache.decoding.files.chat import render
 
     with pytest.raises(ConfigError, match=error):
         render(template, [{"role": "user", "content": "hello"}], {})

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.decoding.gguf.continuing import open_prefixes
-from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.gguf.opening import open_text_model
-from moecache.decoding.gguf.recipes import FileModel
+from moecache.decoding.files.continuing import open_prefixes
+from moecache.decoding.files.model import TextModel
+from moecache.decoding.files.opening import open_text_model
+from moecache.decoding.files.recipes import FileModel
 from moecache.decoding.program_model import PROMPT_TOKENS
 from moecache.decoding.states_cache import STATE_TOKENS
 from moecache.errors import StoreError

@@ -24,9 +24,10 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("gguf")
 
-from moecache.decoding.gguf import TextModel, open_text_model
-from moecache.decoding.gguf.continuing import continue_text, open_prefixes, sampling_of
-from moecache.decoding.gguf.tokenizer import FileTokenizer, read_tokenizer
+from moecache.decoding.files import TextModel, open_text_model
+from moecache.decoding.files.continuing import continue_text, open_prefixes, sampling_of
+from moecache.decoding.files.tokenizer import FileTokenizer
+from moecache.decoding.gguf.tokenizer import read_tokenizer
 from moecache.decoding.program_texts import ProgramTexts
 from moecache.decoding.sampler import Sampler
 from moecache.decoding.streams import TextStream, TokenTimes
@@ -85,7 +86,7 @@ def text_alone(path: Path, prompt: str | list[dict[str, str]], **drawn: Any) -> 
         ids = tokenizer.encode_chat(prompt) if chat else tokenizer.encode(prompt)  # type: ignore[arg-type]
         parts = list[str]()
         stream = TextStream(tokenizer, np.array([ids]), parts.append)
-        sampler = Sampler(sampling_of(**drawn), ids)
+        sampler = Sampler(sampling_of(model, **drawn), ids)
         continue_text(model, ids, sampler, stream, max_new_tokens=num)
     return "".join(parts)
 
@@ -232,7 +233,7 @@ def test_a_turn_knows_the_ones_before_it(text_file: Path) -> None:
 
 def made(model: TextModel, prompt: list[int], num: int = 12, **given: Any) -> Text:
     """Return a text whose prompt is still to be read."""
-    sampler = Sampler(sampling_of(), prompt)
+    sampler = Sampler(sampling_of(model), prompt)
     return Text(model, prompt, sampler, TokenTimes(), max_new_tokens=num, **given)
 
 
@@ -257,7 +258,7 @@ def go_on(together: ProgramTexts, until: Callable[[], bool]) -> list[Text]:
 def alone(model: TextModel, prompt: list[int], num: int = 12) -> list[int]:
     """Return a text's tokens, with nothing beside it."""
     stream = TokenTimes()
-    continue_text(model, prompt, Sampler(sampling_of(), prompt), stream, max_new_tokens=num)
+    continue_text(model, prompt, Sampler(sampling_of(model), prompt), stream, max_new_tokens=num)
     return stream.tokens
 
 

@@ -63,8 +63,8 @@ def add_parser(commands: Any) -> None:
         "much memory as --memory says. Each reply is that of `moecache generate` with the same "
         "seed after the same conversation. In the conversation, /reset forgets it, /stats shows "
         "counters, /help the rest; Ctrl-C stops a reply, Ctrl-D leaves. Needs "
-        "pip install 'moecache[transformers]', or 'moecache[gguf]' for a quantized GGUF file of "
-        "one of most families (docs/gguf.md), which is computed without torch.",
+        "pip install 'moecache[transformers]', or 'moecache[text]' for what is computed without "
+        "torch: a GGUF file or quantized checkpoint of most families (docs/gguf.md).",
         epilog="examples: moecache chat ./Qwen3-30B-A3B --memory 16GiB | "
         "moecache chat ./OLMoE-1B-7B --system 'Answer in one sentence.' --temperature 0",
     )

@@ -55,9 +55,9 @@ def add_parser(commands: Any) -> None:
         "with its experts in as much memory as --memory says. The text comes on standard output "
         "as it is generated, figures on standard error. It is the same text, token by token, as "
         "that of the model completely in memory, unless --compute asks for kernels, which round "
-        "otherwise. A quantized GGUF file of most families (Qwen, gpt-oss, Gemma, GLM, DeepSeek, "
-        "Nemotron, Granite, LFM2 and others: docs/gguf.md) is computed without torch, in float32, "
-        "and needs pip install 'moecache[gguf]'; all others 'moecache[transformers]'. Under "
+        "otherwise. A GGUF file or quantized checkpoint of most families (Qwen, gpt-oss, GLM, "
+        "DeepSeek, LFM2 and others: docs/gguf.md) is computed without torch, in float32, and "
+        "needs pip install 'moecache[text]'; all others 'moecache[transformers]'. Under "
         "torchrun (torchrun --nproc-per-node 2 -m moecache generate ...) the experts are spread "
         "over its processes.",
         epilog="examples: moecache generate ./Qwen3-30B-A3B 'Why is the sky blue?' --chat "

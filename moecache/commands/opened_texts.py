@@ -11,7 +11,7 @@ from rich.console import Console
 from moecache.commands.opened import opened
 from moecache.commands.start_line import StartLine
 from moecache.commands.texts import OnTokenizer, Texts
-from moecache.stores import CheckpointStore, GgufStore
+from moecache.stores import CheckpointStore
 from moecache.telemetry.loading import Loading
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,7 @@ def texts_of(
     """Return what gives the texts of a checkpoint that `opened_way` gave, and closes them."""
     from moecache.commands import with_torch, without_torch
 
-    if isinstance(store, GgufStore) and not why_torch:
+    if not isinstance(store, str) and not why_torch:
         return without_torch.file_texts(arguments, store, line, on_tokenizer)
-    if isinstance(store, GgufStore):
-        logger.info("texts.torch %s", why_torch)
+    logger.info("texts.torch %s", why_torch)
     return with_torch.loaded_texts(arguments, store, line, on_tokenizer)

@@ -1,7 +1,7 @@
-"""Text without torch: the model of a command, from a GGUF file that programs alone compute.
+"""Text without torch: the model of a command, of files that programs alone compute.
 
 Torch and transformers take seconds to import, and the model half of one to build, with the disk
-idle; what a GGUF file says is enough for the families that have recipes of files.
+idle; what files say is enough for the families that have recipes of files.
 """
 
 import argparse
@@ -18,21 +18,22 @@ from moecache.commands import collector
 from moecache.commands.ranks import num_ranks, rank_options
 from moecache.commands.start_line import StartLine
 from moecache.commands.texts import OnTokenizer
-from moecache.decoding.gguf.chat import has_sandbox
-from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.gguf.opening import open_text_model
-from moecache.decoding.gguf.recipes import FileModel, NoTextModelError
-from moecache.decoding.gguf.trunk import Trunk
+from moecache.decoding.files.chat import has_sandbox
+from moecache.decoding.files.model import TextModel
+from moecache.decoding.files.opening import open_text_model, read_tokenizer
+from moecache.decoding.files.recipes import FileModel, NoTextModelError
+from moecache.decoding.files.trunk import Trunk
 from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.safetensors.tokenizer_files import find_tokenizer_files
 from moecache.decoding.sampler import Mask, Sampler
 from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import MissingDependencyError
 from moecache.kernels import default_compute
 from moecache.runtime.runtime import ExpertRuntime
-from moecache.stores import CheckpointStore, GgufStore
+from moecache.stores import CheckpointStore, SafetensorsStore
 
 if TYPE_CHECKING:
-    from moecache.decoding.gguf.served import Served
+    from moecache.decoding.files.served import Served
 
 
 def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is_chat: bool) -> str:
@@ -41,10 +42,36 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is
     Raises
     ------
     MissingDependencyError
-        If a small package is missing, and torch is, too.
+        If torch is missing, or a small package that would do instead of it.
     """
-    if not isinstance(store, GgufStore):
-        return "it is no GGUF file"
+    has_torch = importlib.util.find_spec("torch") is not None
+    why = _why_torch(arguments, store, has_torch=has_torch)
+    if why:
+        if has_torch or isinstance(store, str):
+            return why
+        raise MissingDependencyError(
+            f"{store.path}: {why}, and torch is not installed; install it with: "
+            "pip install 'moecache[transformers]'"
+        )
+    missing = [] if importlib.util.find_spec("tokenizers") else ["tokenizers"]
+    if is_chat and not has_sandbox():
+        missing.append("jinja2 of 3.1.6 or later")
+    if not missing:
+        return ""
+    if not has_torch:
+        raise MissingDependencyError(
+            f"text of this model needs {' and '.join(missing)}; install them with: "
+            "pip install 'moecache[text]'"
+        )
+    return f"{missing[0]} is not installed"
+
+
+def _why_torch(
+    arguments: argparse.Namespace, store: str | CheckpointStore, *, has_torch: bool
+) -> str:
+    """Return why torch has to compute a model; "" if programs can."""
+    if isinstance(store, str):
+        return "it is a name on the hub"
     options = {
         "--device": arguments.device != "cpu",
         "--dtype": arguments.dtype is not None,
@@ -55,27 +82,21 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is
             return f"{option} is computed by torch's way"
     if num_ranks() > 1:
         return "experts are spread over ranks"
-    if default_compute(store.layout) == "torch":
-        return "kernels do not multiply what it has"
+    # Experts in numbers are multiplied by torch where it is there: its bits are transformers'.
+    usual = default_compute(store.layout) if has_torch else "fast"
+    if (arguments.compute or usual) == "torch":
+        return "torch multiplies its experts unless --compute is fast"
     try:
         FileModel(store)
     except NoTextModelError as error:
         return str(error)
-    missing = [] if importlib.util.find_spec("tokenizers") else ["tokenizers"]
-    if is_chat and not has_sandbox():
-        missing.append("jinja2 of 3.1.6 or later")
-    if not missing:
-        return ""
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependencyError(
-            f"text of this file needs {' and '.join(missing)}; install them with: "
-            "pip install 'moecache[gguf]'"
-        )
-    return f"{missing[0]} is not installed"
+    if isinstance(store, SafetensorsStore):
+        return find_tokenizer_files(store.path).why_transformers
+    return ""
 
 
 class FileTexts:
-    """The texts of a GGUF file's model; a `Texts`.
+    """The texts of a model of files; a `Texts`.
 
     Parameters
     ----------
@@ -93,7 +114,7 @@ class FileTexts:
 
     def served(self) -> "Served":
         """Return the model as a server asks it."""
-        from moecache.decoding.gguf.served import Served
+        from moecache.decoding.files.served import Served
 
         return Served(self.model)
 
@@ -117,7 +138,7 @@ class FileTexts:
         self, max_bytes: int, *, directory: Path | None = None, max_disk_bytes: int = 0
     ) -> PrefixCache:
         """Return a cache of texts' pages."""
-        from moecache.decoding.gguf.continuing import open_prefixes
+        from moecache.decoding.files.continuing import open_prefixes
 
         return open_prefixes(
             self.model, max_bytes, directory=directory, max_disk_bytes=max_disk_bytes
@@ -134,11 +155,11 @@ class FileTexts:
         mask: Mask | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """Generate; by default the likeliest tokens, as GGUF files say nothing of it."""
-        from moecache.decoding.gguf.continuing import continue_text, sampling_of
+        """Generate; by default as the files say that tokens are drawn."""
+        from moecache.decoding.files.continuing import continue_text, sampling_of
 
         tokens: list[int] = ids[0].tolist()
-        sampling = sampling_of(seed, temperature=temperature)
+        sampling = sampling_of(self.model, seed, temperature=temperature)
         try:
             continue_text(
                 self.model,
@@ -154,7 +175,7 @@ class FileTexts:
 
 
 class FileEncoder:
-    """A GGUF file's tokenizer, beside what its model takes; an `Encoder`.
+    """The tokenizer of files, beside what their model takes; an `Encoder`.
 
     Parameters
     ----------
@@ -179,7 +200,7 @@ class FileEncoder:
         self.tokenizer.encode_chat(messages)
 
     def _checked(self, tokens: list[int]) -> np.ndarray:
-        from moecache.decoding.gguf.continuing import prompt_of
+        from moecache.decoding.files.continuing import prompt_of
 
         prompt = prompt_of(tokens, self._said.settings["vocab_size"])
         self._said.check_room(len(tokens))
@@ -188,16 +209,16 @@ class FileEncoder:
 
 @contextmanager
 def file_texts(
-    arguments: argparse.Namespace, store: GgufStore, line: StartLine, on_tokenizer: OnTokenizer
+    arguments: argparse.Namespace,
+    store: CheckpointStore,
+    line: StartLine,
+    on_tokenizer: OnTokenizer,
 ) -> Iterator[FileTexts]:
-    """Yield the texts of a GGUF file's model, and close it at the end.
+    """Yield the texts of a model of files, and close it at the end.
 
     The tokenizer is made while the trunk is read; `on_tokenizer` is called before the trunk is
     waited for.
     """
-    # Needs tokenizers, which are no part of a base install.
-    from moecache.decoding.gguf.tokenizer import read_tokenizer
-
     rank_options(arguments)  # there are no ranks: it refuses what is for them
     loading = line.loading
     loading.enter("opening the experts")
@@ -206,7 +227,7 @@ def file_texts(
         loading.enter("reading the trunk", trunk.progress)
         # By this thread, which would wait: beside it, files of cgroups took .4 s to read, as each
         # of them lets go of the interpreter's lock.
-        encoders.append(FileEncoder(read_tokenizer(store.metadata), said))
+        encoders.append(FileEncoder(read_tokenizer(store), said))
         on_tokenizer(encoders[0])
 
     encoders: list[FileEncoder] = []

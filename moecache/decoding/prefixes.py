@@ -25,7 +25,7 @@ Page = tuple[tuple[np.ndarray, np.ndarray], ...]
 # Positions of a page.
 PAGE_TOKENS = 256
 # Another number with each change of what is computed: pages in files may be older.
-ARITHMETIC = 2
+ARITHMETIC = 3
 # A page is kept, and found, up to a multiple of these positions, where rows are apart.
 PART_TOKENS = 16
 _DIGEST_BYTES = 20

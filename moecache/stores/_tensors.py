@@ -217,7 +217,7 @@ class CheckpointStore(ABC):
         if name not in self.trunk_matrices:
             raise ExpertNotFoundError(f"{self.path}: there is no quantized matrix {name!r}")
         matrix, tensors = self.trunk_matrices[name]
-        sizes = [self._entry(part).nbytes for part in tensors]
+        sizes = [self.tensor_entry(part).nbytes for part in tensors]
         joined = np.empty(sum(sizes), np.uint8) if out is None else out
         for part, of_it in zip(tensors, np.split(joined, np.cumsum(sizes)[:-1]), strict=True):
             self._read_bytes(part, of_it)
@@ -232,9 +232,16 @@ class CheckpointStore(ABC):
         """Every tensor of the checkpoint, experts included."""
         return list(self._tensors)
 
+    def tensor_entry(self, name: str) -> TensorEntry:
+        """Return shape, dtype, size and place of any tensor."""
+        self._check_open()
+        if name not in self._tensors:
+            raise ExpertNotFoundError(f"{self.path}: there is no tensor {name!r}")
+        return self._tensors[name][1]
+
     def read_tensor(self, name: str) -> np.ndarray:
         """Return a copy of any tensor, such as one of the trunk, in its stored dtype."""
-        entry = self._entry(name)
+        entry = self.tensor_entry(name)
         if entry.dtype is None:
             raise FormatError(f"tensor {name!r} has dtype {entry.dtype_name}, not supported")
         return self._read_bytes(name).view(entry.dtype).reshape(entry.shape)
@@ -403,15 +410,9 @@ class CheckpointStore(ABC):
         except (OSError, ValueError) as error:
             raise StoreError(f"{handle.path}: cannot be mapped: {error}") from error
 
-    def _entry(self, name: str) -> TensorEntry:
-        self._check_open()
-        if name not in self._tensors:
-            raise ExpertNotFoundError(f"{self.path}: there is no tensor {name!r}")
-        return self._tensors[name][1]
-
     def _read_bytes(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return the bytes of a tensor, a copy."""
-        entry = self._entry(name)
+        entry = self.tensor_entry(name)
         raw = np.empty(entry.nbytes, np.uint8) if out is None else out
         if entry.nbytes:
             self._file(self._tensors[name][0]).read(entry.offset, [raw.data], f"tensor {name!r}")

@@ -127,7 +127,7 @@ KNOWN: Mapping[str, Known] = {
 }
 
 
-def family_of(architecture: Architecture) -> Family | None:
-    """Return the row of an architecture's attention; `None` if there is none."""
-    wanted = {f"{architecture.prefix}{part}Attention" for part in ("", "Text")}
+def family_of(prefix: str) -> Family | None:
+    """Return the row of the attention of transformers' classes; `None` if there is none."""
+    wanted = {f"{prefix}{part}Attention" for part in ("", "Text")}
     return next((row for (_, kind, _), row in FAMILIES.items() if kind in wanted), None)

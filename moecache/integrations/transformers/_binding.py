@@ -210,7 +210,7 @@ def check_shapes(model: transformers.PreTrainedModel, store: CheckpointStore) ->
         if name in store.trunk_matrices or is_expert(name):
             continue
         target, pattern = targets.rename(name)
-        stored = store._entry(name).shape
+        stored = store.tensor_entry(name).shape
         if pattern is None and target in wanted and wanted[target] != stored:
             raise FormatError(
                 f"{store.path}: {name} is {list(stored)}, but the model of config.json wants "

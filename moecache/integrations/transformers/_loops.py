@@ -4,18 +4,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from moecache.decoding.safetensors.generation import OTHERS, SAMPLED
 from moecache.slots import CudaSlots
-
-# Fields of generation_config.json that `Sampling` has, and those that say nothing of one text.
-SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_OTHERS = (
-    *("max_length", "max_new_tokens", "max_time", "num_return_sequences", "use_cache"),
-    *("cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
-    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
-    *("return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id"),
-    *("transformers_version", "compile_config", "disable_compile", "early_stopping"),
-    *("decoder_start_token_id", "length_penalty", "prompt_lookup_num_tokens"),
-)
 
 
 def has_loop(model: Any) -> bool:
@@ -38,7 +28,7 @@ def is_plain(model: Any) -> bool:
     unusual = [
         name
         for name, value in config.to_dict().items()
-        if name not in (*SAMPLED, *_OTHERS)
+        if name not in (*SAMPLED, *OTHERS)
         and not name.startswith("_")
         and value is not None
         and value != plain.get(name)

@@ -11,11 +11,12 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from moecache.decoding import text
 from moecache.decoding.prefixes import PrefixCache
+from moecache.decoding.safetensors.generation import SAMPLED
 from moecache.decoding.sampler import Mask, Sampler, Sampling, next_token
 from moecache.decoding.streams import TokenTimes
 from moecache.integrations.transformers._decoded import decoded_model
 from moecache.integrations.transformers._device_tokens import DeviceTokens
-from moecache.integrations.transformers._loops import SAMPLED, ends_of, has_loop, is_plain
+from moecache.integrations.transformers._loops import ends_of, has_loop, is_plain
 from moecache.integrations.transformers.prompts import SPAN_PAGES, Span
 from moecache.integrations.transformers.reading import PromptReader
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from moecache.decoding.gguf.chat import no_template, template_failed
+from moecache.decoding.files.chat import no_template, template_failed
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.room import room_behind
 from moecache.decoding.sampler import Mask, Sampler, Sampling

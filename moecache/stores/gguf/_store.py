@@ -169,7 +169,7 @@ class GgufStore(CheckpointStore):
 
         The shape has rows before columns: GGUF's own sizes the other way round.
         """
-        self._entry(name)
+        self.tensor_entry(name)
         entry = self._tensors[name][1]
         try:
             matrix = matrix_of(name, entry)

@@ -1,4 +1,4 @@
-"""Served: a file's model as a server asks it."""
+"""Served: a model of files as a server asks it."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from moecache.decoding.gguf.continuing import prompt_of, sampling_of
-from moecache.decoding.gguf.model import TextModel
+from moecache.decoding.files.continuing import prompt_of, sampling_of
+from moecache.decoding.files.model import TextModel
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.program_texts import ProgramTexts
 from moecache.decoding.sampler import Mask, Sampler, Sampling
@@ -18,7 +18,7 @@ from moecache.telemetry import RuntimeStats
 
 
 class Served:
-    """A model of a GGUF file; a `ServedModel`.
+    """A model of files; a `ServedModel`.
 
     Parameters
     ----------
@@ -61,15 +61,15 @@ class Served:
         return str(tokenizer.render_chat(messages, variables))
 
     def sampling_of(self, seed: int, **given: Any) -> Sampling:
-        """Return how tokens are drawn: what is given, else the likeliest."""
-        return sampling_of(seed, **given)
+        """Return how tokens are drawn: what is given, else what the files say."""
+        return sampling_of(self.model, seed, **given)
 
     def check_text(
         self, prompt: np.ndarray, max_new_tokens: int, seed: int, **sampling: Any
     ) -> tuple[int, Sampling]:
         """Return how many tokens fit behind a prompt, up to a number, and how they are drawn."""
         room = self.model.check_room(prompt.shape[1])
-        return min(max_new_tokens, room), sampling_of(seed, **sampling)
+        return min(max_new_tokens, room), sampling_of(self.model, seed, **sampling)
 
     def new_text(
         self,

@@ -1,43 +1,40 @@
-"""Recipes of GGUF files: what a file's layers compute, read from its metadata and tensors."""
+"""Recipes of files: what a model's layers compute, as its files say it."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from moecache.decoding.families import Family
-from moecache.decoding.gguf import _softmax
-from moecache.decoding.gguf._architecture import Architecture
-from moecache.decoding.gguf._facts import Facts, NoTextModelError
-from moecache.decoding.gguf._known import KNOWN, family_of
-from moecache.decoding.gguf._layers import LayerReader
-from moecache.decoding.gguf._metadata import Metadata
-from moecache.decoding.gguf._tensors import FACTORS, check_tensors, trunk_names
-from moecache.decoding.gguf.angles import frequencies
-from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk
+from moecache.decoding.files._facts import Facts, NoTextModelError
+from moecache.decoding.files._layers import LayerReader
+from moecache.decoding.files._tensors import FACTORS, check_tensors, trunk_names
+from moecache.decoding.files.angles import frequencies
+from moecache.decoding.files.described import TensorStore
+from moecache.decoding.files.trunk import EMBEDDING, HEAD, Trunk
+from moecache.decoding.gguf.describing import describe_gguf
 from moecache.decoding.recipe import Recipe
 from moecache.decoding.room import room_behind
+from moecache.decoding.safetensors.describing import describe_checkpoint
 from moecache.kernels import SlotKernel
 from moecache.sizing.headroom import STATE_PLACES
-from moecache.stores import GgufStore
+from moecache.stores import CheckpointStore, GgufStore, SafetensorsStore
 
 __all__ = ["FileModel", "NoTextModelError"]
 
 # Factors from which on nothing is turned.
 _STILL = 1e10
-# Where an architecture's rows of heads lie so that pairs that are turned together are neighbours.
-_NEIGHBOURS = (_softmax.permuted_heads, _softmax.granite_source)
 
 
 class FileModel:
-    """What a GGUF file says of its model, as far as a recipe takes it.
+    """What files say of their model, as far as a recipe takes it.
 
     Parameters
     ----------
-    store : GgufStore
+    store : CheckpointStore
+        Of a GGUF file, or of safetensors.
 
     Attributes
     ----------
+    tensors : TensorStore
     settings : mapping
         As transformers' configuration has them.
     facts : Facts
@@ -45,6 +42,12 @@ class FileModel:
         Layers; positions that a text may have.
     ends : frozenset of int
         Tokens with which the model ends its texts.
+    drawn : mapping
+        Fields of `Sampling`, as its texts are drawn by default.
+    own_layers : list of str or None
+        Of the store's layers with experts, those that the model runs; `None` for all.
+    state_type : {"f32", "bf16"}
+        Type of texts' states.
     gate : mapping
         How experts' gates are computed: options of `SlotKernel`.
 
@@ -56,24 +59,20 @@ class FileModel:
         If the metadata are malformed.
     """
 
-    def __init__(self, store: GgufStore) -> None:
-        known = KNOWN.get(store.architecture)
-        if known is None:
-            raise NoTextModelError(f"architecture {store.architecture!r} runs with torch")
-        said = Metadata(store.metadata, store.tensor_shapes, store.read_tensor)
-        architecture = known.find(said)
-        family = family_of(architecture)
-        if family is None:
-            raise NoTextModelError(f"{architecture.prefix} runs with torch")
-        self.settings: Mapping[str, Any] = architecture.settings(said)
-        said.check_rest()
+    def __init__(self, store: CheckpointStore) -> None:
+        if isinstance(store, GgufStore):
+            found = describe_gguf(store)
+        elif isinstance(store, SafetensorsStore):
+            found = describe_checkpoint(store)
+        else:
+            raise NoTextModelError(f"{type(store).__name__} runs with torch")
+        self.settings, family, known = found.settings, found.family, found.known
         self.facts = facts = Facts(self.settings, family, known)
-        self.gate = known.gate
-        self._pairs = _pairs_of(architecture, family)
+        self.gate, self._pairs = known.gate, found.pairs
         self.num_layers, self.context = facts.num_layers, facts.context
-        ends = self.settings.get("eos_token_id")
-        self.ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        self._store = store
+        self.ends, self.drawn, self.own_layers = found.ends, found.drawn, found.own_layers
+        self.state_type = found.state_type
+        self.tensors: TensorStore = found.tensors
         self._check()
         tables = [
             frequencies(rope, heads.turned)
@@ -81,28 +80,28 @@ class FileModel:
         ]
         self._frequencies = np.concatenate([found for found, _ in tables])
         self._turn_scale = tables[0][1]
-        if family.is_beside and FACTORS in store.tensor_shapes:
+        if family.is_beside and FACTORS in self.tensors.tensor_shapes:
             self._check_factors()
 
     @property
     def is_tied(self) -> bool:
         """Whether the head is the embedding, too."""
-        return HEAD not in self._store.tensor_shapes
+        return HEAD not in self.tensors.tensor_shapes
 
     @property
     def trunk_bytes(self) -> int:
         """Bytes of the trunk in memory; an embedding that is the head, too, is there twice."""
         facts = self.facts
         # Numbers of 16 bits that kernels do not multiply become float32.
-        found = self._store.trunk_bytes * (1 + ("F16" in self._store.tensor_types.values()))
+        found = self.tensors.trunk_bytes * (1 + ("F16" in self.tensors.tensor_types.values()))
         if facts.rank is not None:
             heads = facts.heads(0)
             head = heads.width - heads.turned + heads.value_width
             found += 2 * facts.num_layers * facts.num_heads * head * facts.rank
         if not self.is_tied:
             return found
-        rows, columns = self._store.tensor_shapes[EMBEDDING]
-        known = self._store.trunk_matrices.get(EMBEDDING)
+        rows, columns = self.tensors.tensor_shapes[EMBEDDING]
+        known = self.tensors.trunk_matrices.get(EMBEDDING)
         twice = known[0].format.nbytes(rows, columns) if known else 4 * rows * columns
         return found + twice
 
@@ -154,7 +153,7 @@ class FileModel:
 
     def names(self) -> list[str]:
         """Return the names of the trunk's tensors, in the order of the file."""
-        return trunk_names(self._store.tensor_shapes, self.num_layers)
+        return trunk_names(self.tensors.tensor_shapes, self.num_layers)
 
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of positions, float32 [num_positions, num_angles] each."""
@@ -182,7 +181,7 @@ class FileModel:
             self.facts.embedding_scale,
             float(self.settings.get("logits_scaling", 1.0)),
             self.settings.get("final_logit_softcapping"),
-            product_type="f32" if self._store.is_f32 else "bf16",
+            product_type="f32" if self.tensors.is_f32 else "bf16",
         )
 
     def _check(self) -> None:
@@ -210,16 +209,11 @@ class FileModel:
             least = 0 if facts.is_still else 2
             if facts.hidden_size < 1 or heads.turned < least or heads.turned % 2:
                 raise NoTextModelError(f"{heads.turned} numbers of a head cannot be turned")
-        check_tensors(self._store, facts)
+        check_tensors(self.tensors, facts)
 
     def _check_factors(self) -> None:
         """Look whether a file's factors turn the pairs that its family turns, and no others."""
-        found = self._store.read_tensor(FACTORS)
+        found = self.tensors.read_tensor(FACTORS)
         is_turned = self._frequencies[: len(found)] != 0
         if (found[is_turned] != 1).any() or not (found[~is_turned] >= _STILL).all():
             raise NoTextModelError(f"{FACTORS} has other factors than this family's")
-
-
-def _pairs_of(architecture: Architecture, family: Family) -> str:
-    """Return what a rotation turns together, as `Rotation` says it."""
-    return "neighbours" if architecture.source in _NEIGHBOURS else family.pairs

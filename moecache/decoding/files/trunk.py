@@ -1,4 +1,4 @@
-"""Trunk: the weights of a GGUF file beside its experts, in memory as kernels take them."""
+"""Trunk: a model's weights beside its experts, in memory as kernels take them."""
 
 import re
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 
 from moecache.decoding.embedding import Embed, embed_numbers, embed_rows
+from moecache.decoding.files.described import TensorStore
 from moecache.decoding.memory import CHUNK_BYTES, Memory
 from moecache.decoding.recipe import Linear, Norm
 from moecache.kernels import num_threads, tile
 from moecache.kernels._matrix import Matrix
-from moecache.stores import GgufStore
 
 _MOST_THREADS = 4
 # Types of numbers that kernels multiply as they are, by NumPy's names.
@@ -41,13 +41,13 @@ class Trunk:
 
     Parameters
     ----------
-    store : GgufStore
+    store : TensorStore
         Open until all is read.
     names : sequence of str
         Of tensors that are wanted, and that the file has.
     """
 
-    def __init__(self, store: GgufStore, names: Sequence[str]) -> None:
+    def __init__(self, store: TensorStore, names: Sequence[str]) -> None:
         self._store, self._memory = store, Memory()
         self._matrices, self._types = store.trunk_matrices, store.tensor_types
         self._names = set(names)

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moecache.decoding.families import Family
+from moecache.decoding.files.angles import sharpness
 from moecache.decoding.gguf._known import Known
-from moecache.decoding.gguf.angles import sharpness
 from moecache.errors import ConfigError
 
 # Of transformers' models, whatever a file says of other norms; and where files say nothing.

@@ -1,4 +1,4 @@
-"""Texts of a GGUF file's model: a prompt, from what is known on, then a token after another."""
+"""Texts of a model of files: a prompt, from what is known on, then a token after another."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import moecache
-from moecache.decoding.gguf.model import TextModel
+from moecache.decoding.files.model import TextModel
 from moecache.decoding.prefixes import ARITHMETIC, PrefixCache, describe_files
 from moecache.decoding.sampler import Sampling
 from moecache.decoding.text import continue_text, keep_pages
@@ -43,23 +43,23 @@ def prompt_of(tokens: Sequence[int], num_tokens: int) -> np.ndarray:
     return np.array([tokens], np.int64)
 
 
-def sampling_of(seed: int = 0, **given: Any) -> Sampling:
-    """Return how tokens are drawn: what is given, else the likeliest, as GGUF files do not say it.
+def sampling_of(model: TextModel, seed: int = 0, **given: Any) -> Sampling:
+    """Return how tokens are drawn: what is given, else what the model's files say.
 
     Parameters
     ----------
+    model : TextModel
     seed : int, default 0
     **given
-        Fields of `Sampling`; `None` is the default.
+        Fields of `Sampling`; `None` is the files': the likeliest token, if they say nothing. A
+        temperature of 0 takes the likeliest token, whatever else is said.
 
     Raises
     ------
     ConfigError
         If a number is out of its range.
     """
-    # As transformers has it for a model without a generation_config.json.
-    drawn: dict[str, Any] = {"temperature": 0.0, "top_k": 50}
-    drawn |= {name: value for name, value in given.items() if value is not None}
+    drawn = {**model.drawn, **{name: one for name, one in given.items() if one is not None}}
     return Sampling(seed=seed, **drawn)
 
 
@@ -85,6 +85,8 @@ def open_prefixes(
     facts = {
         "way": ["text", moecache.__version__, ARITHMETIC],
         "files": describe_files(model.runtime.store),
+        # A checkpoint's settings are in a file of their own.
+        "settings": repr(sorted(model.settings.items())),
         # What angles are computed by, and all else.
         "machine": [np.__version__, level()],
     }

@@ -1,36 +1,66 @@
-"""Opening: a GGUF file's model, its experts in slots, its trunk in memory."""
+"""Opening: a model of files, its experts in slots, its trunk in memory."""
 
+import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moecache.decoding.gguf.model import TextModel
-from moecache.decoding.gguf.recipes import FileModel
-from moecache.decoding.gguf.trunk import Trunk
+from moecache.decoding.files.model import TextModel
+from moecache.decoding.files.recipes import FileModel
+from moecache.decoding.files.trunk import Trunk
 from moecache.decoding.program_model import PROMPT_TOKENS
-from moecache.errors import ConfigError
+from moecache.errors import ConfigError, MissingDependencyError
 from moecache.runtime.open import open as open_runtime
-from moecache.stores import GgufStore, open_store
+from moecache.stores import CheckpointStore, GgufStore, open_store
 from moecache.units import parse_bytes
+
+if TYPE_CHECKING:
+    from moecache.decoding.files.tokenizer import FileTokenizer
 
 # Options of `moecache.Options` that are this module's own to give.
 _OWN = {"device", "dtype", "layers", "makes_room", "share", "state_bytes", "token_bytes", "top_k"}
 
 
+def read_tokenizer(store: CheckpointStore) -> "FileTokenizer":
+    """Return the tokenizer of an open checkpoint.
+
+    Raises
+    ------
+    ConfigError
+        If it is of a kind that is not known, or contradicts itself.
+    StoreError
+        If it cannot be read, or there is none.
+    MissingDependencyError
+        If tokenizers is not installed.
+    """
+    if importlib.util.find_spec("tokenizers") is None:
+        raise MissingDependencyError(
+            "text needs tokenizers; install it with: pip install 'moecache[text]'"
+        )
+    if isinstance(store, GgufStore):
+        from moecache.decoding.gguf import tokenizer
+
+        return tokenizer.read_tokenizer(store.metadata)
+    from moecache.decoding.safetensors.tokenizer import read_directory
+
+    return read_directory(store.path)
+
+
 def open_text_model(
-    path: str | os.PathLike[str] | GgufStore,
+    path: str | os.PathLike[str] | CheckpointStore,
     memory: int | str | None = None,
     *,
     prefix_memory: int | str = 0,
     on_trunk: Callable[[FileModel, Trunk], object] = lambda *_: None,
     **options: Any,
 ) -> TextModel:
-    """Open a GGUF file's model to compute text with it, without torch.
+    """Open a model of files to compute text with it, without torch.
 
     Parameters
     ----------
-    path : str, Path or GgufStore
-        One that is open is closed with the model, and also on an error.
+    path : str, Path or CheckpointStore
+        A GGUF file, or a checkpoint of safetensors. A store that is open is closed with the model,
+        and also on an error.
     memory : int or str, optional
         For the experts' slots, as `moecache.open` takes it; the trunk comes on top.
     prefix_memory : int or str, default 0
@@ -60,11 +90,9 @@ def open_text_model(
     given = sorted(_OWN & options.keys())
     if given:
         raise ConfigError(f"{', '.join(given)} cannot be given for a model without torch")
-    store = path if isinstance(path, GgufStore) else open_store(path)
+    store = path if isinstance(path, CheckpointStore) else open_store(path)
     runtime = trunk = None
     try:
-        if not isinstance(store, GgufStore):
-            raise ConfigError(f"{path}: is no GGUF file")
         said = FileModel(store)
         is_forced = options.get("prefetch") == "router"
         if is_forced:
@@ -72,10 +100,12 @@ def open_text_model(
             options["prefetch"] = "echo"
         host_bytes = said.trunk_bytes + said.prompt_bytes(PROMPT_TOKENS)
         options |= {"token_bytes": said.bytes_per_token, "state_bytes": said.state_bytes}
+        if said.own_layers is not None:
+            options["layers"] = said.own_layers
         options["host_bytes"] = options.get("host_bytes", host_bytes) + parse_bytes(prefix_memory)
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
         runtime = open_runtime(store, memory, makes_room=True, **options)
-        trunk = Trunk(store, said.names())
+        trunk = Trunk(said.tensors, said.names())
         on_trunk(said, trunk)
         model = TextModel(said, runtime, trunk, looks_ahead=is_forced)
         trunk.close()

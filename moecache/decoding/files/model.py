@@ -1,16 +1,16 @@
-"""TextModel: a model of a GGUF file, computed by programs alone; neither torch nor transformers."""
+"""TextModel: a model of files, computed by programs alone; neither torch nor transformers."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from moecache.decoding._program import Program
-from moecache.decoding.gguf.recipes import FileModel
-from moecache.decoding.gguf.trunk import Trunk
+from moecache.decoding.files.recipes import FileModel
+from moecache.decoding.files.trunk import Trunk
 from moecache.decoding.look_ahead import LookAhead
 from moecache.decoding.program_model import Computation, ProgramModel
 from moecache.kernels import SlotKernel
@@ -19,9 +19,10 @@ from moecache.units import format_bytes
 
 
 class TextModel(ProgramModel):
-    """A mixture-of-experts model of a GGUF file, with its experts in a bounded number of slots.
+    """A mixture-of-experts model of files, with its experts in a bounded number of slots.
 
-    Hidden states are float32 from the embedding to the logits, keys and values bfloat16. A token's
+    Hidden states are float32 from the embedding to the logits, keys and values bfloat16, states of
+    the type that the files' own loop has. A token's
     bits depend neither on where a prompt is cut, nor on slots or threads. A context manager. For
     one thread at a time. Its runtime is closed with it.
 
@@ -41,14 +42,14 @@ class TextModel(ProgramModel):
         self._said, self._lock, self._num_steps = said, threading.RLock(), 0
         self._layers = {
             int(name.removeprefix("blk.")): number
-            for number, name in enumerate(runtime.layout.layer_names)
+            for number, name in enumerate(said.tensors.layout.layer_names)
         }
         self.runtime = runtime  # of the kernels
         self._kernels = {number: self._kernel(number) for number in self._layers.values()}
         recipe = said.recipe(
             trunk, lambda block: (self._layers[block], self._kernels[self._layers[block]])
         )
-        super().__init__(runtime, said.context, recipe, ("bf16", "f32"))
+        super().__init__(runtime, said.context, recipe, ("bf16", said.state_type))
         self._how = Computation(
             recipe,
             Program(recipe, runtime.cache),
@@ -61,6 +62,21 @@ class TextModel(ProgramModel):
     def vocabulary(self) -> int:
         """Number of tokens that have logits."""
         return int(self._recipe.head.matrix.rows)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the files say of the model, as transformers' configuration has it."""
+        return self._said.settings
+
+    @property
+    def tensor_types(self) -> frozenset[str]:
+        """Types and formats of the trunk, such as "BF16" and "fp8[128x128,f32]"."""
+        return frozenset(self._said.tensors.tensor_types.values())
+
+    @property
+    def drawn(self) -> Mapping[str, Any]:
+        """Fields of `Sampling`: how the files say that tokens are drawn."""
+        return self._said.drawn
 
     @property
     def ends(self) -> frozenset[int]:

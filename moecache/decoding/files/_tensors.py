@@ -3,16 +3,16 @@
 import re
 
 from moecache.decoding._bound import MOST_RANK
+from moecache.decoding.files._facts import Facts, NoTextModelError, Shapes, Wanted
+from moecache.decoding.files._stateful import stateful_tensors
+from moecache.decoding.files.described import TensorStore
+from moecache.decoding.files.trunk import EMBEDDING, HEAD, Trunk, is_made_numbers
 from moecache.decoding.gguf._common import CORRECTION
-from moecache.decoding.gguf._facts import Facts, NoTextModelError, Shapes, Wanted
-from moecache.decoding.gguf._stateful import stateful_tensors
-from moecache.decoding.gguf.trunk import EMBEDDING, HEAD, Trunk, is_made_numbers
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat
 from moecache.kernels import tiler
 from moecache.kernels._matrix import Matrix
 from moecache.kernels._tiler import Tiler
-from moecache.stores import GgufStore
 
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -40,7 +40,7 @@ def correction_of(known: Trunk | Shapes, at: str) -> str | None:
     return next((name for name in names if name in known), None)
 
 
-def check_tensors(store: GgufStore, facts: Facts) -> None:
+def check_tensors(store: TensorStore, facts: Facts) -> None:
     """Look whether a file's tensors are those of its model, in types that kernels multiply.
 
     Raises
@@ -83,7 +83,7 @@ def _is_behind(name: str, num_layers: int) -> bool:
     return block is not None and int(block.group(1)) >= num_layers
 
 
-def _check_behind(store: GgufStore, facts: Facts) -> None:
+def _check_behind(store: TensorStore, facts: Facts) -> None:
     behind = {name for name in store.tensor_shapes if _is_behind(name, facts.num_layers)}
     blocks = {name.split(".")[1] for name in behind}
     for block in sorted(blocks):
@@ -91,7 +91,7 @@ def _check_behind(store: GgufStore, facts: Facts) -> None:
             raise NoTextModelError(f"block {block} is none of the model's, and guesses nothing")
 
 
-def _check_experts(store: GgufStore, facts: Facts) -> None:
+def _check_experts(store: TensorStore, facts: Facts) -> None:
     wide = "gate_up" if facts.known.has_gates else "up"
     wanted: dict[str, str | None] = {wide: None, "down": None}
     if facts.known.has_expert_biases:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from moecache.decoding.gguf._facts import LATENT_EPSILON, Facts
-from moecache.decoding.gguf._stateful import read_stateful
-from moecache.decoding.gguf._tensors import BESIDE_NORMS, correction_of
-from moecache.decoding.gguf.trunk import Trunk
+from moecache.decoding.files._facts import LATENT_EPSILON, Facts
+from moecache.decoding.files._stateful import read_stateful
+from moecache.decoding.files._tensors import BESIDE_NORMS, correction_of
+from moecache.decoding.files.trunk import Trunk
 from moecache.decoding.recipe import (
     Attending,
     Attention,

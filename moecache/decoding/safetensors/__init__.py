@@ -1,0 +1,1 @@
+"""Checkpoints of safetensors: what they say of their layers, and their tokens."""

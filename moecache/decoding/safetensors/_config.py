@@ -1,0 +1,178 @@
+"""A checkpoint's config.json, read key by key as transformers' configurations have it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moecache.decoding.files._facts import NoTextModelError
+
+_MISSING: Any = object()
+# Of rotations: what transformers has where a configuration says nothing.
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0
+# Longer ones are no model's, and their logarithms no numbers.
+_LONGEST = 2.0**40
+# What a rotation of a text takes no notice of: parts of positions in images.
+_UNUSED = frozenset(("mrope_section", "mrope_interleaved", "type"))
+
+
+class Config:
+    """The part of a config.json that is about text.
+
+    Parameters
+    ----------
+    values : mapping
+        All of it.
+    largest : int
+        The largest dimension of the checkpoint's tensors: no size of a model is above it.
+
+    Attributes
+    ----------
+    kind : str
+        Its `model_type`, of the text's part if there are several.
+
+    Methods raise a `NoTextModelError` for what they cannot use: transformers may.
+    """
+
+    def __init__(self, values: Mapping[str, Any], largest: int) -> None:
+        inner = values.get("text_config")
+        self._outer = values
+        self._values: Mapping[str, Any] = inner if isinstance(inner, dict) else values
+        self._largest = largest
+        self.kind = str(self._values.get("model_type", ""))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value as it is; one that is null is the default."""
+        found = self._values.get(name)
+        return default if found is None else found
+
+    def size(self, name: str, default: Any = _MISSING, *, least: int = 0) -> Any:
+        """Return a number of rows, columns, heads or layers."""
+        found = self._found(name, default)
+        if found is default or (type(found) is int and least <= found <= self._largest):
+            return found
+        raise self.unsupported(name)
+
+    def count(self, *names: str) -> int:
+        """Return a number, at least 1, which goes by one of some names."""
+        known = next((name for name in names if self.get(name) is not None), names[0])
+        return int(self.size(known, least=1))
+
+    def real(self, name: str, default: Any = _MISSING, *, least: float = 0.0) -> Any:
+        """Return a float above `least`."""
+        found = self._found(name, default)
+        if found is default:
+            return found
+        return self._real(name, found, least)
+
+    def flag(self, name: str, default: Any = _MISSING) -> bool:
+        """Return True or False."""
+        found = self._found(name, default)
+        if isinstance(found, bool):
+            return found
+        raise self.unsupported(name)
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Raise the error of `unsupported` unless a value is one of some, or not there."""
+        if self.get(name, allowed[0]) not in allowed:
+            raise self.unsupported(name)
+
+    def kinds(self, name: str, count: int, allowed: Sequence[str]) -> list[str]:
+        """Return the kind of each layer."""
+        found = self.get(name)
+        if isinstance(found, list) and len(found) == count and set(map(str, found)) <= {*allowed}:
+            return list(found)
+        raise self.unsupported(name)
+
+    @property
+    def is_tied(self) -> bool | None:
+        """Whether the head is the embedding; `None` if that is not said.
+
+        Of a model of several parts the whole says it.
+        """
+        for level in (self._outer, self._values):
+            said = level.get("tie_word_embeddings")
+            if isinstance(said, bool):
+                return said
+        return None
+
+    def rope(self, share: float = 1.0) -> dict[str, Any]:
+        """Return the `rope_parameters`, as transformers of any release writes them.
+
+        Parameters
+        ----------
+        share : float, default 1
+            Of a head, that is turned where nothing says it.
+        """
+        name = "rope_parameters" if self.get("rope_parameters") is not None else "rope_scaling"
+        said = self.get(name, {})
+        if not isinstance(said, dict):
+            raise self.unsupported(name)
+        said = dict(said)
+        kind = said.pop("rope_type", said.get("type", "default"))
+        kind = "default" if kind == "mrope" else kind
+        said = {key: value for key, value in said.items() if key not in _UNUSED}
+        theta = said.pop("rope_theta", self.get("rope_theta"))
+        if theta is None:
+            raise NoTextModelError("rope_theta is not in config.json, and torch's to know")
+        share = said.pop("partial_rotary_factor", self.get("partial_rotary_factor", share))
+        found: dict[str, Any] = {
+            "rope_type": kind,
+            "rope_theta": self._real("rope_theta", theta, 1.0),
+        }
+        if share != 1:
+            found["partial_rotary_factor"] = self._real("partial_rotary_factor", share, 0.0)
+            if found["partial_rotary_factor"] > 1:
+                raise self.unsupported("partial_rotary_factor")
+        if kind == "default":
+            # A scaling that is none has nothing else to say.
+            return found
+        if kind not in ("linear", "yarn"):
+            raise self.unsupported(name)
+        factor = self._real(name, said.pop("factor", None), 0.0)
+        if factor < 1:
+            raise self.unsupported(name)
+        found["factor"] = factor
+        if kind == "linear":
+            return found
+        return {**found, **self._yarn(name, said)}
+
+    def unsupported(self, name: str) -> NoTextModelError:
+        """Return the error that torch has to make out a value."""
+        text = repr(self._values.get(name))
+        text = text if len(text) <= 80 else f"{text[:77]}..."
+        return NoTextModelError(f"{name} is {text} in config.json, which is torch's to make out")
+
+    def _yarn(self, name: str, said: dict[str, Any]) -> dict[str, Any]:
+        """Return what a rotation by YaRN has beside its factor."""
+        length = said.pop("original_max_position_embeddings", None)
+        found: dict[str, Any] = {
+            "original_max_position_embeddings": int(self._real(name, length, 0.0)),
+            "beta_fast": said.pop("beta_fast", None) or _BETA_FAST,
+            "beta_slow": said.pop("beta_slow", None) or _BETA_SLOW,
+        }
+        if not 1 <= found["original_max_position_embeddings"] < _LONGEST:
+            raise self.unsupported(name)
+        for key in ("beta_fast", "beta_slow"):
+            found[key] = self._real(name, found[key], 2.0**-20)
+        if found["beta_fast"] >= 2.0**20 or found["beta_slow"] >= 2.0**20:
+            raise self.unsupported(name)
+        for key in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = said.pop(key, None)
+            if value is not None:
+                found[key] = self._real(name, value, -1.0)
+        truncate = said.pop("truncate", True)
+        if not isinstance(truncate, bool) or said:
+            raise self.unsupported(name)
+        return {**found, "truncate": truncate}
+
+    def _found(self, name: str, default: Any) -> Any:
+        found = self.get(name, default)
+        if found is _MISSING:
+            raise NoTextModelError(f"{name} is not in config.json, and torch's to know")
+        return found
+
+    def _real(self, name: str, value: Any, least: float) -> float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and abs(value) < _LONGEST and math.isfinite(value) and value > least:
+            return float(value)
+        raise self.unsupported(name)

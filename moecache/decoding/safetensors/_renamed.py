@@ -1,0 +1,255 @@
+"""RenamedStore: a checkpoint's tensors by the names that GGUF files have for the same ones."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from moecache.decoding.files._facts import NoTextModelError
+from moecache.decoding.files.trunk import EMBEDDING, HEAD
+from moecache.decoding.gguf._known import Known
+from moecache.layout import ExpertLayout
+from moecache.stores import CheckpointStore
+from moecache.stores._index import is_expert
+from moecache.stores._matrices import Matrix
+from moecache.stores._quantized import BESIDE
+
+_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.+)")
+_HEAD = "lm_head.weight"
+# Modules of a layer, and parameters that are no module's weight or bias.
+_MODULES = {
+    "input_layernorm": "attn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{
+        f"self_attn.{part}_layernorm": f"attn_{part[0]}_norm" for part in ("q", "k", "query", "key")
+    },
+    "self_attn.out_proj": "attn_output",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"conv.{part}": f"shortconv.{part}" for part in ("in_proj", "conv", "out_proj")},
+    "feed_forward.gate": "ffn_gate_inp",
+    **{f"feed_forward.w{i}": f"ffn_{part}" for i, part in enumerate(("gate", "down", "up"), 1)},
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{
+        f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
+        for shared in ("shared_expert", "shared_experts", "shared_mlp")
+        for part in ("gate", "up", "down")
+    },
+}
+_CORRECTION = "exp_probs_b.bias"
+_PARAMETERS = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": _CORRECTION,
+    "mlp.moe_statics.e_score_correction_bias": _CORRECTION,
+    "feed_forward.expert_bias": _CORRECTION,
+    "block_sparse_moe.e_score_correction_bias": _CORRECTION,
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+# Norms of the residual stream, of queries and of keys.
+_NORMS = re.compile(
+    r"output_norm\.weight|blk\.\d+\.(?:attn(?:_q|_k)?_norm|post_attention_norm|ffn_norm)\.weight"
+)
+# What is computed from config.json, and what guesses further tokens.
+_UNUSED = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq|mtp\..*")
+
+
+class RenamedStore:
+    """What `FileModel` and `Trunk` ask a store of GGUF, of one of safetensors.
+
+    Norms that a family weights by 1 and more have the 1 in them, and decays are numbers instead of
+    logarithms, as in GGUF files.
+
+    Parameters
+    ----------
+    store : CheckpointStore
+    known : Known
+    num_layers : int
+        Layers that the model runs.
+    adds_one : bool
+        Whether norms are weighted by 1 and more.
+    has_wide_routers : bool
+        Whether routers are multiplied in float32.
+    is_tied : bool
+        Whether the head is the embedding, even if the checkpoint has one.
+
+    Attributes
+    ----------
+    own_layers : list of str
+        Layers with experts that the model runs, as the checkpoint names them.
+    layout : ExpertLayout
+        Theirs.
+    tensor_shapes, tensor_types : dict of str to tuple of int, and to str
+    trunk_matrices : dict of str to (Matrix, list of str)
+        As a store of GGUF has them.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        known: Known,
+        *,
+        num_layers: int,
+        adds_one: bool,
+        has_wide_routers: bool,
+        is_tied: bool,
+    ) -> None:
+        self._store, self._num_layers, self._adds_one = store, num_layers, adds_one
+        self._has_wide_routers = has_wide_routers
+        self._modules = {
+            **_MODULES,
+            "post_attention_layernorm": known.forward_norm,
+        }
+        self._out_norm = known.out_norm
+        self.own_layers, self.layout = _own_layers(store.layout, num_layers)
+        self._prefix = next(iter(self.own_layers)).partition("layers.")[0]
+        self._names = self._renamed(is_tied=is_tied)
+        self.trunk_matrices: dict[str, tuple[Matrix, list[str]]] = {
+            name: store.trunk_matrices[own]
+            for name, own in self._names.items()
+            if own in store.trunk_matrices
+        }
+        self.tensor_shapes: dict[str, tuple[int, ...]] = {}
+        self.tensor_types: dict[str, str] = {}
+        for name, own in self._names.items():
+            if name in self.trunk_matrices:
+                matrix, _ = self.trunk_matrices[name]
+                self.tensor_shapes[name] = matrix.rows, matrix.columns
+                self.tensor_types[name] = matrix.format.name
+            else:
+                entry = store.tensor_entry(own)
+                self.tensor_shapes[name] = self._shape(name, entry.shape)
+                self.tensor_types[name] = entry.dtype_name
+
+    @property
+    def is_f32(self) -> bool:
+        """Whether products are of float32: nothing is bfloat16."""
+        return "BF16" not in self.tensor_types.values()
+
+    @property
+    def trunk_bytes(self) -> int:
+        """Bytes of the trunk as it is stored."""
+        return sum(self._nbytes(name) for name in self._names)
+
+    def read_tensor(self, name: str) -> np.ndarray:
+        """Return a tensor's numbers; of a quantized one, its values in float32."""
+        own = self._names[name]
+        if name in self.trunk_matrices:
+            return self._store.read_matrix(own)
+        found = self._store.read_tensor(own).reshape(self.tensor_shapes[name])
+        change = self._change(name)
+        return found if change is None else change(found.astype(np.float32))
+
+    def read_parts(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the bytes of one of `trunk_matrices`."""
+        return self._store.read_parts(self._names[name], out)
+
+    def _renamed(self, *, is_tied: bool) -> dict[str, str]:
+        """Return the checkpoint's own names of tensors, by GGUF's."""
+        matrices = self._store.trunk_matrices
+        parts = {part for _, names in matrices.values() for part in names} - matrices.keys()
+        modules = {name.removesuffix(".weight") for name in matrices}
+        found: dict[str, str] = {}
+        for own in [*self._store.tensor_names, *matrices]:
+            if own in parts or is_expert(own) or _UNUSED.fullmatch(own):
+                continue
+            if not own.startswith(self._prefix) and own != _HEAD:
+                continue  # of other parts: images, say
+            module, _, leaf = own.rpartition(".")
+            if module in modules and f"_{leaf.removeprefix('weight_')}" in BESIDE:
+                continue
+            name = self._name(own)
+            if name == HEAD and is_tied:
+                continue
+            found[name] = own
+        return found
+
+    def _name(self, own: str) -> str:
+        """Return a tensor's name; its own if none is known, which no model asks for."""
+        if own == _HEAD:
+            return HEAD
+        match = _LAYER.fullmatch(own)
+        if match is None:
+            rest = own.removeprefix(self._prefix)
+            if rest in ("norm.weight", "embedding_norm.weight"):
+                return f"{self._out_norm}.weight"
+            return EMBEDDING if rest == "embed_tokens.weight" else own
+        _, layer, rest = match.groups()
+        if int(layer) >= self._num_layers:
+            return f"blk.{layer}.nextn.{rest}"
+        if rest in _PARAMETERS:
+            return f"blk.{layer}.{_PARAMETERS[rest]}"
+        module, _, leaf = rest.rpartition(".")
+        return f"blk.{layer}.{self._modules[module]}.{leaf}" if module in self._modules else own
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if (
+            name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight"))
+            and len(shape) == 3
+            and shape[1] == 1
+        ):
+            return shape[0], shape[2]
+        if name.endswith(_CORRECTION) and len(shape) == 2 and shape[0] == 1:
+            return shape[1:]
+        return shape
+
+    def _change(self, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
+        if name.endswith(".ssm_a"):
+            return lambda found: -np.exp(found)
+        if self._adds_one and _NORMS.fullmatch(name):
+            return lambda found: found + np.float32(1)
+        if self._has_wide_routers and name.endswith(".ffn_gate_inp.weight"):
+            return lambda found: found
+        return None
+
+    def _nbytes(self, name: str) -> int:
+        if name in self.trunk_matrices:
+            matrix, _ = self.trunk_matrices[name]
+            return int(matrix.format.nbytes(matrix.rows, matrix.columns))
+        return self._store.tensor_entry(self._names[name]).nbytes
+
+
+def _own_layers(layout: ExpertLayout, num_layers: int) -> tuple[list[str], ExpertLayout]:
+    """Return a model's own layers, without those that guess tokens, and their layout.
+
+    Raises
+    ------
+    NoTextModelError
+        If there is none, or several parts of the model have layers with experts.
+    """
+    found = {
+        match.group(1, 2): (layer, name)
+        for layer, name in enumerate(layout.layer_names)
+        if (match := _LAYER.fullmatch(f"{name}.")) and int(match.group(2)) < num_layers
+    }
+    found = {key: one for key, one in found.items() if "mtp" not in key[0]}
+    if len({prefix for prefix, _ in found}) != 1:
+        raise NoTextModelError("no layers, or those of several parts, have experts")
+    return [name for _, name in found.values()], replace(
+        layout,
+        layers=tuple(layout.layers[layer] for layer, _ in found.values()),
+        layer_names=tuple(f"blk.{block}" for _, block in found),
+    )

@@ -1,0 +1,60 @@
+"""Describing: what a checkpoint says of its model, as far as a recipe takes it."""
+
+from dataclasses import replace
+
+from moecache.decoding.files._facts import NoTextModelError
+from moecache.decoding.files.described import Described
+from moecache.decoding.gguf._known import KNOWN, family_of
+from moecache.decoding.safetensors._config import Config
+from moecache.decoding.safetensors._renamed import RenamedStore
+from moecache.decoding.safetensors._rows import ROWS, settings_of
+from moecache.decoding.safetensors.generation import read_generation
+from moecache.stores.safetensors import SafetensorsStore
+
+# What its classes are for: a text that goes on.
+_ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
+
+
+def describe_checkpoint(store: SafetensorsStore) -> Described:
+    """Return what a checkpoint says.
+
+    Raises
+    ------
+    NoTextModelError
+        If its model runs with torch alone.
+    FormatError
+        If generation_config.json is not JSON.
+    StoreError
+        If it cannot be read.
+    """
+    tensors = (store.tensor_entry(name) for name in store.tensor_names)
+    largest = max((length for entry in tensors for length in entry.shape), default=0)
+    config = Config(store.config, largest)
+    row = ROWS.get(config.kind)
+    if row is None:
+        raise NoTextModelError(f"model type {config.kind!r} runs with torch")
+    classes = store.config.get("architectures")
+    if isinstance(classes, list) and not all(str(name).endswith(_ENDINGS) for name in classes):
+        raise NoTextModelError(f"{classes} are torch's")
+    known = KNOWN[row.known]
+    family = family_of(row.prefix)
+    assert family is not None
+    settings = settings_of(config, row)
+    gate = {**known.gate, **(row.gate(config) if row.gate else {})}
+    # Heads lie as transformers has them.
+    known = replace(known, gate=gate, is_tiled=False)
+    is_tied = config.is_tied
+    renamed = RenamedStore(
+        store,
+        known,
+        num_layers=settings["num_hidden_layers"],
+        adds_one=family.adds_one,
+        has_wide_routers=row.has_wide_routers,
+        is_tied=row.is_tied if is_tied is None else is_tied,
+    )
+    directory = store.path if store.path.is_dir() else store.path.parent
+    ends, drawn = read_generation(directory / "generation_config.json", config)
+    own = renamed.own_layers
+    # As transformers has them.
+    states = "f32" if renamed.is_f32 else "bf16"
+    return Described(renamed, settings, family, known, family.pairs, ends, drawn, own, states)

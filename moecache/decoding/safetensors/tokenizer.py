@@ -1,0 +1,72 @@
+"""The tokenizer of a checkpoint, with its chat template, of the files beside its weights."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from moecache.decoding.files.tokenizer import FileTokenizer
+from moecache.decoding.safetensors.tokenizer_files import find_tokenizer_files, read_text
+from moecache.errors import FormatError, StoreError
+
+_NAMES = ("bos", "eos", "unk", "pad", "mask")
+
+
+def read_directory(path: Path) -> FileTokenizer:
+    """Return a checkpoint's tokenizer: tokenizer.json's, with what tokenizer_config.json adds.
+
+    Parameters
+    ----------
+    path : Path
+        Its directory, or one of its files.
+
+    Raises
+    ------
+    StoreError
+        If it has none that tokenizers can read, or a file cannot be read.
+    FormatError
+        If one is damaged.
+    """
+    files = find_tokenizer_files(path)
+    if files.why_transformers:
+        raise StoreError(
+            f"{path}: {files.why_transformers}: give its tokenizer by transformers.AutoTokenizer, "
+            "if the published model has no other"
+        )
+    text, said = read_text(files.tokenizer), files.config
+    special = {name: _token(said.get(f"{name}_token")) for name in _NAMES}
+    known = {name: token.content for name, token in special.items() if token is not None}
+    try:
+        found = Tokenizer.from_str(text)
+        # A text is as long as it is.
+        found.no_truncation()
+        found.no_padding()
+        found.add_tokens(_added(said))
+        found.add_special_tokens([token for token in special.values() if token is not None])
+    except Exception as error:  # tokenizers has no class for its errors
+        raise FormatError(f"{files.tokenizer}: cannot be used: {str(error)[:200]}") from error
+    return FileTokenizer(found, known, files.template)
+
+
+def _token(said: Any) -> AddedToken | None:
+    """Return a token: configurations have its text alone, or with how it is cut."""
+    if isinstance(said, dict) and isinstance(said.get("content"), str):
+        kinds = {name: bool(said.get(name)) for name in ("lstrip", "rstrip", "single_word")}
+        normalized = bool(said.get("normalized"))
+        return AddedToken(said["content"], special=True, normalized=normalized, **kinds)
+    return AddedToken(said, special=True, normalized=False) if isinstance(said, str) else None
+
+
+def _added(said: Mapping[str, Any]) -> list[AddedToken]:
+    """Return the tokens that tokenizer_config.json adds, in the order of their ids."""
+    listed = said.get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return []
+    found = []
+    for key in sorted((key for key in listed if key.isdecimal()), key=int):
+        token = _token(listed[key])
+        if token is not None:
+            token.special = bool(listed[key].get("special"))
+            found.append(token)
+    return found

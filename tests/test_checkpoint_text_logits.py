@@ -1,0 +1,197 @@
+"""A checkpoint's model without torch, beside transformers' own and the program of `load`."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moecache.decoding import states_cache
+from moecache.decoding.files import TextModel, open_text_model
+from moecache.decoding.safetensors._rows import ROWS
+from tests.helpers import quantized
+from tests.helpers.families import FAMILIES, Family, write_checkpoint
+from tests.helpers.offloading import load_in_slots, load_whole
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+]
+
+NAMES = (
+    *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "lfm2_moe"),
+    *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
+    *("qwen3_moe", "qwen3_next", "qwen3_vl_moe"),
+)
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHARP = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
+IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
+
+
+def made(name: str, **settings: Any) -> Family:
+    """Return a family with other settings."""
+    family = FAMILIES[name]
+    return replace(family, settings={**family.settings, **settings})
+
+
+def change_config(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Write a checkpoint's config.json anew."""
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+@pytest.fixture
+def exact_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep keys and values in float32: sums in another order move none to another bfloat16."""
+
+    def exact(recipe: Any, _: str, *others: Any) -> Any:
+        return states_cache.empty_cache(recipe, "f32", *others)
+
+    monkeypatch.setattr("moecache.decoding.program_model.empty_cache", exact)
+
+
+def assert_near(path: Path, model: Any) -> None:
+    """Compare the logits of prompts, and of tokens after them."""
+    with open_text_model(path, "50%") as ours, torch.no_grad():
+        for num in (1, 17, len(IDS)):
+            cache, theirs = ours.new_cache(), transformers.DynamicCache(config=model.config)
+            for ids in (IDS[:num], [7], [8, 9]):
+                found = ours.read(ids, cache)
+                wanted = model(torch.tensor([ids]), past_key_values=theirs).logits[0, -1].numpy()
+                assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in NAMES),
+        *((name, {"tie_word_embeddings": True}) for name in ("qwen3_moe", "ernie4_5_moe")),
+        ("qwen3_moe", {"rope_parameters": YARN | {"rope_type": "linear"}}),
+        ("qwen3_moe", {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.3}}),
+        ("qwen3_moe", {"attention_bias": True, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+        ("qwen2_moe", {"qkv_bias": False}),
+        ("mixtral", {"sliding_window": 5, "head_dim": 16}),
+        ("olmoe", {"clip_qkv": 0.5}),
+        ("deepseek_v3", {"rope_parameters": SHARP, "q_lora_rank": None}),
+        ("deepseek_v3", {"attention_bias": True, "norm_topk_prob": False}),
+        ("deepseek_v2", {"topk_method": "greedy"}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2}),
+        ("minimax_m2", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
+        ("qwen3_next", {"linear_num_value_heads": 2, "mlp_only_layers": []}),
+        ("lfm2_moe", {"conv_bias": True, "use_expert_bias": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("exact_caches")
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    """But for the order of sums."""
+    family = made(name, **settings)
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    assert_near(path, load_whole(family, path))
+
+
+def test_every_row_is_compared() -> None:
+    """Kimi K2's is DeepSeek V3's, and gpt-oss has experts in MXFP4."""
+    kinds = {FAMILIES[name].config().get_text_config().model_type for name in NAMES}
+    assert kinds | {"gpt_oss", "kimi_k2"} == set(ROWS)
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_configurations_of_older_releases_say_the_same(tmp_path: Path) -> None:
+    """Rotations have keys of their own, and layers for further tokens are not run."""
+    family = made("deepseek_v3", rope_parameters=YARN)
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    model = load_whole(family, path)
+
+    def older(config: dict[str, Any]) -> None:
+        said = config.pop("rope_parameters")
+        config["rope_theta"] = said.pop("rope_theta")
+        config["rope_scaling"] = {"type": said.pop("rope_type"), **said}
+        config.update(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, ep_size=1)
+
+    change_config(path, older)
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    last = model.config.num_hidden_layers - 1
+    further = {
+        name.replace(f"layers.{last}.", f"layers.{last + 1}."): 2 * value
+        for name, value in tensors.items()
+        if f"layers.{last}." in name
+    }
+    further[f"model.layers.{last + 1}.eh_proj.weight"] = np.ones((48, 96), np.float32)
+    further["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file({**tensors, **further}, path / "model.safetensors")
+    assert_near(path, model)
+
+
+def program_logits(path: Path, ours: TextModel) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return logits without torch, and of the program in a model of transformers."""
+    from moecache.integrations.transformers._decoded import decoded_model
+
+    theirs = decoded_model(load_in_slots(path, "50%", compute="fast"))
+    assert theirs is not None
+    return [
+        (ours.read(ids, ours.new_cache()), theirs.read(ids, theirs.new_cache()))
+        for ids in (IDS[:1], IDS)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_are_those_of_the_program_with_torch(tmp_path: Path, name: str) -> None:
+    """In bfloat16, as most are published."""
+    path = write_checkpoint(FAMILIES[name], tmp_path / "model", "bfloat16")
+    with open_text_model(path, "50%") as ours:
+        for found, wanted in program_logits(path, ours):
+            assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "format_name"),
+    [
+        (quantized.fp8(), "fp8[16x32,f32]"),
+        (quantized.channels(), "fp8[1x*,bf16]"),
+        (quantized.int4(), "int4[1x32,bf16]"),
+        (quantized.nvfp4(), "nvfp4"),
+        (quantized.grouped("gptq"), "gptq4[32,f16,in order]"),
+        (quantized.grouped("awq"), "awq4[32,f16]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_trunk_stays_quantized(
+    tmp_path: Path, scheme: quantized.Scheme, format_name: str
+) -> None:
+    """With torch it is bfloat16: the rounding of that is what logits differ by."""
+    path, _ = quantized.write_quantized(FAMILIES["qwen3_moe"], scheme, tmp_path)
+    with open_text_model(path, "50%") as ours:
+        assert format_name in ours.tensor_types
+        wanted = load_in_slots(path, "50%", compute="fast")
+        with torch.no_grad():
+            found, theirs = (
+                ours.read(IDS, ours.new_cache()),
+                wanted(torch.tensor([IDS])).logits[0, -1].float().numpy(),
+            )
+        assert np.abs(found - theirs).max() < 3e-2 * np.abs(theirs).max()
+
+
+def test_gpt_oss_has_its_gate(tmp_path: Path) -> None:
+    """Rows of gate and up alternate, and values are limited as config.json says."""
+    path, _ = quantized.write_quantized(quantized.GPT_OSS, quantized.mxfp4(), tmp_path)
+    with open_text_model(path, "50%") as ours:
+        for found, wanted in program_logits(path, ours):
+            assert np.array_equal(found, wanted)

@@ -1,0 +1,129 @@
+"""Checkpoints that no recipe without torch says: those that torch computes, and broken ones."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moecache.decoding.files import NoTextModelError, open_text_model
+from moecache.decoding.files.recipes import FileModel
+from moecache.errors import MoeCacheError
+from moecache.stores import open_store
+from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.pages import num_descriptors
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+@pytest.fixture(name="path", scope="module")
+def _path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(FAMILIES["qwen3_moe"], tmp_path_factory.mktemp("model"), "float32")
+
+
+def changed(path: Path, into: Path, change: dict[str, Any]) -> Path:
+    """Return a checkpoint with another config.json."""
+    shutil.copytree(path, into)
+    config = json.loads((path / "config.json").read_text()) | change
+    config = {key: value for key, value in config.items() if value != "gone"}
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "llama4_text"}, "model type 'llama4_text' runs with torch"),
+        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "are torch's"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in config.json"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2}}, "rope"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta is not in config.json"),
+        ({"rms_norm_eps": "gone"}, "rms_norm_eps is not in config.json"),
+        ({"vocab_size": 127}, "token_embd.weight is"),
+        ({"num_hidden_layers": 5}, "no tensor blk.4"),
+        ({"num_attention_heads": 8}, "attn_q.weight is"),
+        ({"num_attention_heads": 2**70}, "num_attention_heads is"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({"decoder_sparse_step": 1}, "blk.0"),
+    ],
+    ids=str,
+)
+def test_what_no_recipe_says_runs_with_torch(
+    path: Path, tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    """With the reason; all files are closed."""
+    other = changed(path, tmp_path / "other", change)
+    before = num_descriptors()
+    with pytest.raises(NoTextModelError, match=reason):
+        open_text_model(other)
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size in generation_config.json"),
+        ({"do_sample": True, "top_p": 2.0}, "top_p must be"),
+        ({"eos_token_id": "x"}, "eos_token_id is x"),
+    ],
+)
+def test_texts_that_transformers_alone_draws_run_with_torch(
+    path: Path, tmp_path: Path, said: dict[str, Any], reason: str
+) -> None:
+    """A `Sampler` does less than generation_config.json may ask for."""
+    other = changed(path, tmp_path / "other", {})
+    (other / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(NoTextModelError, match=reason):
+        open_text_model(other)
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 300),
+    st.sampled_from((2**31, 2**70, -1e30, 1e30, float("inf"), float("nan"))),
+    st.floats(0, 2),
+    st.text(max_size=4),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.dictionaries(st.sampled_from(("rope_type", "type", "factor")), st.integers(0, 3)),
+)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_damaged_configuration_is_read_or_refused(path: Path, data: st.DataObject) -> None:
+    """Never another error, nor a model whose tensors are of other shapes."""
+    config = json.loads((path / "config.json").read_text())
+    for key in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=3)):
+        config[key] = data.draw(VALUES)
+    with open_store(path) as store:
+        store.config.clear()
+        store.config.update(config)
+        try:
+            found = FileModel(store)
+        except MoeCacheError:
+            return
+        said = found.facts
+        assert said.num_layers == 4
+        assert said.hidden_size == 48
+        assert said.all_heads()[0].width * said.num_heads == 64
+
+
+def test_a_router_of_no_numbers_is_refused(path: Path, tmp_path: Path) -> None:
+    """An expert whose score is none would be chosen always by torch, and never here."""
+    from safetensors.numpy import load_file, save_file
+
+    other = changed(path, tmp_path / "other", {})
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.gate.weight"][3] = np.nan
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(MoeCacheError, match="no numbers"):
+        open_text_model(other)

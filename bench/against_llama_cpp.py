@@ -213,7 +213,7 @@ def ours(
 @contextmanager
 def ours_of_file(path: Path, memory: int | str | None, **options: Any) -> Iterator[Contestant]:
     """Yield a GGUF file's text, computed without torch."""
-    from moecache.decoding.files import open_text_model
+    from moecache.decoding.files.opening import open_text_model
 
     with open_text_model(path, memory, **options) as model:
         cache = model.new_cache()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from moecache.commands import without_torch
-from moecache.decoding.files import open_text_model, read_tokenizer
 from moecache.decoding.files.continuing import continue_text, open_prefixes, sampling_of
+from moecache.decoding.files.opening import open_text_model, read_tokenizer
 from moecache.decoding.sampler import Sampler, Sampling
 from moecache.decoding.streams import TokenTimes
 from moecache.errors import MissingDependencyError

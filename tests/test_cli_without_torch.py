@@ -15,7 +15,9 @@ import pytest
 
 from moecache import cli
 from moecache.commands.conversation import read_conversation
-from moecache.decoding.files import TextModel, continuing, open_text_model, opening, trunk
+from moecache.decoding.files import continuing, opening, trunk
+from moecache.decoding.files.model import TextModel
+from moecache.decoding.files.opening import open_text_model
 from moecache.decoding.gguf import tokenizer
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.sampler import Sampler, Sampling
@@ -307,7 +309,7 @@ def test_models_leave_nothing_behind(copy: Path) -> None:
     """Neither closed ones, nor dropped ones, nor those whose text has failed: no memory either."""
     code = """
 import gc, sys
-from moecache.decoding.files import open_text_model
+from moecache.decoding.files.opening import open_text_model
 from moecache.errors import ConfigError
 
 def resident():
@@ -339,7 +341,7 @@ def test_a_forked_child_opens_its_own(copy: Path) -> None:
     """The parent's is refused there, and closed without waiting; the parent goes on."""
     code = """
 import os, sys
-from moecache.decoding.files import open_text_model
+from moecache.decoding.files.opening import open_text_model
 from moecache.errors import MoeCacheError
 
 model = open_text_model(sys.argv[1], "50%")

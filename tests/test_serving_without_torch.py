@@ -24,8 +24,9 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("gguf")
 
-from moecache.decoding.files import TextModel, open_text_model
 from moecache.decoding.files.continuing import continue_text, open_prefixes, sampling_of
+from moecache.decoding.files.model import TextModel
+from moecache.decoding.files.opening import open_text_model
 from moecache.decoding.files.tokenizer import FileTokenizer
 from moecache.decoding.gguf.tokenizer import read_tokenizer
 from moecache.decoding.program_texts import ProgramTexts

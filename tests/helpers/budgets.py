@@ -26,7 +26,7 @@ BUDGETS = {
     "tests/test_cuda_machine_code.py": 10,
     "tests/test_cuda_tokens.py": 10,
     "tests/test_transformers_cuda_fast.py": 10,
-    "tests/test_checkpoint_text_logits.py": 12,
+    "tests/test_checkpoint_text_logits.py": 14,
     "tests/test_cli_bench.py": 9,
     "tests/test_cli_without_torch.py": 9,
     "tests/test_transformers_decoding.py": 9,

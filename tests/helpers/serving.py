@@ -72,7 +72,7 @@ def serving(
 @contextlib.contextmanager
 def serving_file(path: Path, memory: str = "25%", **options: Any) -> Iterator[Served]:
     """Serve a GGUF file without torch."""
-    from moecache.decoding.files import open_text_model
+    from moecache.decoding.files.opening import open_text_model
     from moecache.decoding.files.served import Served as OfFile
     from moecache.decoding.gguf.tokenizer import read_tokenizer
 

@@ -52,6 +52,20 @@ class Config:
             return found
         raise self.unsupported(name)
 
+    @property
+    def num_layers(self) -> int:
+        """Number of the model's layers, which a list of their kinds may say alone."""
+        kinds = self.get("layers_block_type")
+        usual = len(kinds) if isinstance(kinds, list) else _MISSING
+        return int(self.size("num_hidden_layers", usual, least=1))
+
+    def check_time_steps(self) -> None:
+        """Raise the error of `unsupported` if state spaces have bounds of their steps in time."""
+        said = self.get("time_step_limit", [0, math.inf])
+        endless = (math.inf, {"__float__": "Infinity"})
+        if not isinstance(said, list) or len(said) != 2 or said[0] != 0 or said[1] not in endless:
+            raise self.unsupported("time_step_limit")
+
     def count(self, *names: str) -> int:
         """Return a number, at least 1, which goes by one of some names."""
         known = next((name for name in names if self.get(name) is not None), names[0])
@@ -95,6 +109,14 @@ class Config:
                 return said
         return None
 
+    def rope_of(self, kind: str) -> dict[str, Any]:
+        """Return those of the `rope_parameters` that are for one kind of layers."""
+        said = self.get("rope_parameters", {})
+        own = said.get(kind) if isinstance(said, dict) else None
+        if not isinstance(own, dict):
+            raise self.unsupported("rope_parameters")
+        return self._rope("rope_parameters", own, 1.0, ("default", "proportional"))
+
     def rope(self, share: float = 1.0) -> dict[str, Any]:
         """Return the `rope_parameters`, as transformers of any release writes them.
 
@@ -107,7 +129,12 @@ class Config:
         said = self.get(name, {})
         if not isinstance(said, dict):
             raise self.unsupported(name)
-        said = dict(said)
+        return self._rope(name, said, share, ("default", "linear", "yarn"))
+
+    def _rope(
+        self, name: str, given: Mapping[str, Any], share: float, known: Sequence[str]
+    ) -> dict[str, Any]:
+        said = dict(given)
         kind = said.pop("rope_type", said.get("type", "default"))
         kind = "default" if kind == "mrope" else kind
         said = {key: value for key, value in said.items() if key not in _UNUSED}
@@ -123,11 +150,11 @@ class Config:
             found["partial_rotary_factor"] = self._real("partial_rotary_factor", share, 0.0)
             if found["partial_rotary_factor"] > 1:
                 raise self.unsupported("partial_rotary_factor")
-        if kind == "default":
+        if kind not in known:
+            raise self.unsupported(name)
+        if kind in ("default", "proportional"):
             # A scaling that is none has nothing else to say.
             return found
-        if kind not in ("linear", "yarn"):
-            raise self.unsupported(name)
         factor = self._real(name, said.pop("factor", None), 0.0)
         if factor < 1:
             raise self.unsupported(name)

@@ -15,8 +15,14 @@ from moecache.stores._index import is_expert
 from moecache.stores._matrices import Matrix
 from moecache.stores._quantized import BESIDE
 
-_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
 _HEAD = "lm_head.weight"
+# Of families with norms before and behind both parts.
+_PART_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
 # Modules of a layer, and parameters that are no module's weight or bias.
 _MODULES = {
     "input_layernorm": "attn_norm",
@@ -41,6 +47,11 @@ _MODULES = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "mlp.router.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "shared_mlp.input_linear": "ffn_gate_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+    "self_attn.gate_proj": "attn_gate",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "linear_attn.in_proj_qkvz": "ssm_in",
@@ -59,15 +70,53 @@ _MODULES = {
         for part in ("gate", "up", "down")
     },
 }
+# Of state spaces, and of one part a layer, whatever it is.
+_MIXERS = {
+    "norm": "attn_norm",
+    "mixer.gate": "ffn_gate_inp",
+    **{f"mixer.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "mixer.o_proj": "attn_output",
+    **{
+        f"{module}.{own}": f"ssm_{name}"
+        for module in ("mixer", "mamba")
+        for own, name in {
+            "in_proj": "in",
+            "out_proj": "out",
+            "conv1d": "conv1d",
+            "norm": "norm",
+        }.items()
+    },
+    **{f"mixer.{part}_proj": f"ffn_{part}" for part in ("up", "down")},
+    **{f"mixer.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("up", "down")},
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+}
+# Of a feed-forward beside experts.
+_BESIDE = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    **{f"post_feedforward_layernorm{part}": f"post_ffw_norm{part}" for part in ("", "_1", "_2")},
+    "router.proj": "ffn_gate_inp",
+}
+# Gate and up in one, and what they are called.
+_BOTH = "shared_mlp.input_linear.weight"
+_HALVES = (".ffn_gate_shexp.weight", ".ffn_up_shexp.weight")
 _CORRECTION = "exp_probs_b.bias"
 _PARAMETERS = {
     "self_attn.sinks": "attn_sinks.weight",
-    "mlp.gate.e_score_correction_bias": _CORRECTION,
-    "mlp.moe_statics.e_score_correction_bias": _CORRECTION,
+    **{
+        f"{module}.e_score_correction_bias": _CORRECTION
+        for module in ("mlp", "mlp.gate", "mlp.moe_statics", "block_sparse_moe", "mixer.gate")
+    },
+    "mlp.expert_bias": _CORRECTION,
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
     "feed_forward.expert_bias": _CORRECTION,
-    "block_sparse_moe.e_score_correction_bias": _CORRECTION,
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
+    **{f"{module}.A_log": "ssm_a" for module in ("linear_attn", "mixer", "mamba")},
+    **{f"{module}.dt_bias": "ssm_dt.bias" for module in ("linear_attn", "mixer", "mamba")},
+    **{f"{module}.D": "ssm_d" for module in ("mixer", "mamba")},
 }
 # Norms of the residual stream, of queries and of keys.
 _NORMS = re.compile(
@@ -93,6 +142,10 @@ class RenamedStore:
         Whether norms are weighted by 1 and more.
     has_wide_routers : bool
         Whether routers are multiplied in float32.
+    num_norms : int
+        Groups of a state space's output, each with a norm; 0 without state spaces.
+    is_beside : bool
+        As `Family` has it.
     is_tied : bool
         Whether the head is the embedding, even if the checkpoint has one.
 
@@ -115,14 +168,16 @@ class RenamedStore:
         num_layers: int,
         adds_one: bool,
         has_wide_routers: bool,
+        num_norms: int,
+        is_beside: bool,
         is_tied: bool,
     ) -> None:
+        self._num_norms = num_norms
         self._store, self._num_layers, self._adds_one = store, num_layers, adds_one
         self._has_wide_routers = has_wide_routers
-        self._modules = {
-            **_MODULES,
-            "post_attention_layernorm": known.forward_norm,
-        }
+        usual = {"post_attention_layernorm": known.forward_norm}
+        norms = _PART_NORMS if known.part_norms else _BESIDE if is_beside else usual
+        self._modules = {**_MODULES, **_MIXERS, **norms}
         self._out_norm = known.out_norm
         self.own_layers, self.layout = _own_layers(store.layout, num_layers)
         self._prefix = next(iter(self.own_layers)).partition("layers.")[0]
@@ -141,7 +196,7 @@ class RenamedStore:
                 self.tensor_types[name] = matrix.format.name
             else:
                 entry = store.tensor_entry(own)
-                self.tensor_shapes[name] = self._shape(name, entry.shape)
+                self.tensor_shapes[name] = self._shape(name, own, entry.shape)
                 self.tensor_types[name] = entry.dtype_name
 
     @property
@@ -159,7 +214,10 @@ class RenamedStore:
         own = self._names[name]
         if name in self.trunk_matrices:
             return self._store.read_matrix(own)
-        found = self._store.read_tensor(own).reshape(self.tensor_shapes[name])
+        found = self._store.read_tensor(own)
+        if own.endswith(_BOTH):
+            found = np.split(found, 2)[_HALVES.index(name[name.rindex(".ffn") :])]
+        found = found.reshape(self.tensor_shapes[name])
         change = self._change(name)
         return found if change is None else change(found.astype(np.float32))
 
@@ -185,6 +243,8 @@ class RenamedStore:
             if name == HEAD and is_tied:
                 continue
             found[name] = own
+            if own.endswith(_BOTH):
+                found[name.replace(*_HALVES)] = own
         return found
 
     def _name(self, own: str) -> str:
@@ -194,9 +254,9 @@ class RenamedStore:
         match = _LAYER.fullmatch(own)
         if match is None:
             rest = own.removeprefix(self._prefix)
-            if rest in ("norm.weight", "embedding_norm.weight"):
+            if rest in ("norm.weight", "embedding_norm.weight", "norm_f.weight"):
                 return f"{self._out_norm}.weight"
-            return EMBEDDING if rest == "embed_tokens.weight" else own
+            return EMBEDDING if rest in ("embed_tokens.weight", "embeddings.weight") else own
         _, layer, rest = match.groups()
         if int(layer) >= self._num_layers:
             return f"blk.{layer}.nextn.{rest}"
@@ -205,16 +265,19 @@ class RenamedStore:
         module, _, leaf = rest.rpartition(".")
         return f"blk.{layer}.{self._modules[module]}.{leaf}" if module in self._modules else own
 
-    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if (
-            name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight"))
-            and len(shape) == 3
-            and shape[1] == 1
-        ):
+    def _shape(self, name: str, own: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        is_convolution = name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight"))
+        if is_convolution and len(shape) == 3 and shape[1] == 1:
             return shape[0], shape[2]
         if name.endswith(_CORRECTION) and len(shape) == 2 and shape[0] == 1:
             return shape[1:]
-        return shape
+        if own.endswith(_BOTH) and len(shape) == 2:
+            return shape[0] // 2, shape[1]
+        num = self._num_norms
+        if num and name.endswith(".ssm_norm.weight") and shape[0] % num == 0:
+            return num, shape[0] // num
+        # A column of a number for each head.
+        return (*shape, 1) if num and name.endswith((".ssm_a", ".ssm_d")) else shape
 
     def _change(self, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
         if name.endswith(".ssm_a"):
@@ -229,7 +292,8 @@ class RenamedStore:
         if name in self.trunk_matrices:
             matrix, _ = self.trunk_matrices[name]
             return int(matrix.format.nbytes(matrix.rows, matrix.columns))
-        return self._store.tensor_entry(self._names[name]).nbytes
+        own = self._names[name]
+        return self._store.tensor_entry(own).nbytes // (1 + own.endswith(_BOTH))
 
 
 def _own_layers(layout: ExpertLayout, num_layers: int) -> tuple[list[str], ExpertLayout]:

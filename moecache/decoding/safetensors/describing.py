@@ -50,6 +50,8 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
         num_layers=settings["num_hidden_layers"],
         adds_one=family.adds_one,
         has_wide_routers=row.has_wide_routers,
+        num_norms=settings.get("n_groups", settings.get("mamba_n_groups", 0)),
+        is_beside=family.is_beside,
         is_tied=row.is_tied if is_tied is None else is_tied,
     )
     directory = store.path if store.path.is_dir() else store.path.parent

@@ -1,0 +1,261 @@
+"""What families of attention alone say in config.json, beside what all families say."""
+
+from typing import Any
+
+from moecache.decoding.safetensors._config import Config
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def qwen(config: Config) -> dict[str, Any]:
+    config.require("use_sliding_window", False)
+    only, step = config.get("mlp_only_layers", []), config.size("decoder_sparse_step", 1, least=1)
+    if not isinstance(only, list):
+        raise config.unsupported("mlp_only_layers")
+    dense = [layer for layer in range(config.num_layers) if layer in only or (layer + 1) % step]
+    return {
+        "intermediate_size": config.size("intermediate_size"),
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+        "norm_topk_prob": config.flag("norm_topk_prob", False),
+        "mlp_only_layers": dense,
+    }
+
+
+def qwen2(config: Config) -> dict[str, Any]:
+    return {
+        **qwen(config),
+        "shared_expert_intermediate_size": config.size("shared_expert_intermediate_size", least=1),
+        "qkv_bias": config.flag("qkv_bias", True),
+    }
+
+
+def qwen3(config: Config) -> dict[str, Any]:
+    return {**qwen(config), "attention_bias": config.flag("attention_bias", False)}
+
+
+def mixtral(config: Config) -> dict[str, Any]:
+    width = config.size("intermediate_size", least=1)
+    return {"intermediate_size": width, **window(config)}
+
+
+def window(config: Config) -> dict[str, Any]:
+    window = config.real("sliding_window", None)
+    return {"sliding_window": None if window is None else int(window)}
+
+
+def olmoe(config: Config) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "norm_topk_prob": config.flag("norm_topk_prob", False),
+        "clip_qkv": config.real("clip_qkv", None),
+        "attention_bias": config.flag("attention_bias", False),
+    }
+
+
+def gpt_oss(config: Config) -> dict[str, Any]:
+    layers = range(config.num_layers)
+    usual = [FULL if layer % 2 else SLIDING for layer in layers]
+    said = config.get("layer_types") is not None
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "attention_bias": config.flag("attention_bias", True),
+        "sliding_window": int(config.real("sliding_window")),
+        "layer_types": (
+            config.kinds("layer_types", len(layers), (SLIDING, FULL)) if said else usual
+        ),
+    }
+
+
+def gpt_oss_gate(config: Config) -> dict[str, Any]:
+    return {
+        "alpha": config.real("swiglu_alpha", 1.702),
+        "limit": config.real("swiglu_limit", 7.0, least=-1.0),
+        "is_interleaved": True,
+    }
+
+
+def minimax(config: Config) -> dict[str, Any]:
+    config.require("scoring_func", "sigmoid")
+    return {"intermediate_size": config.size("intermediate_size", least=1)}
+
+
+def shared(config: Config) -> dict[str, Any]:
+    """Return what models say that have experts for all tokens by their number."""
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+        "num_shared_experts": config.size("num_shared_experts", least=1),
+    }
+
+
+def windows(config: Config) -> dict[str, Any]:
+    """Return what models say that have sliding windows beside layers that turn nothing."""
+    return {
+        **shared(config),
+        "sliding_window": int(config.real("sliding_window")),
+        "layer_types": config.kinds("layer_types", config.num_layers, (SLIDING, FULL)),
+    }
+
+
+def afmoe(config: Config) -> dict[str, Any]:
+    config.require("score_func", "sigmoid")
+    config.require("route_norm", True)
+    for name in ("n_group", "topk_group"):
+        config.require(name, 1)
+    return {
+        **windows(config),
+        "num_dense_layers": config.size("num_dense_layers"),
+        "route_scale": config.real("route_scale", least=-1.0),
+        "mup_enabled": config.flag("mup_enabled", False),
+        "attention_bias": config.flag("attention_bias", False),
+    }
+
+
+def exaone(config: Config) -> dict[str, Any]:
+    config.require("scoring_func", "sigmoid")
+    return {
+        **windows(config),
+        "first_k_dense_replace": config.size("first_k_dense_replace"),
+        "norm_topk_prob": config.flag("norm_topk_prob", True),
+        "routed_scaling_factor": config.real("routed_scaling_factor", least=-1.0),
+        "n_group": config.size("n_group", least=1),
+        "topk_group": config.size("topk_group", least=1),
+    }
+
+
+def hy_v3(config: Config) -> dict[str, Any]:
+    config.require("norm_topk_prob", True)
+    kinds = config.kinds("mlp_layer_types", config.num_layers, ("dense", "sparse"))
+    return {
+        **shared(config),
+        "router_scaling_factor": config.real("router_scaling_factor", least=-1.0),
+        "mlp_layer_types": kinds,
+        "attention_bias": config.flag("attention_bias", False),
+    }
+
+
+def dots1(config: Config) -> dict[str, Any]:
+    config.kinds("layer_types", config.num_layers, (FULL,))
+    return {**grouped(config), "sliding_window": None}
+
+
+def granite(config: Config) -> dict[str, Any]:
+    scales = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "attention_bias": config.flag("attention_bias", False),
+        "attention_multiplier": config.real("attention_multiplier", 1.0),
+        **{name: config.real(name, usual) for name, usual in scales.items()},
+    }
+
+
+def granite_shared(config: Config) -> dict[str, Any]:
+    width = config.size("shared_intermediate_size")
+    return {**granite(config), "shared_intermediate_size": width}
+
+
+def grouped(config: Config) -> dict[str, Any]:
+    """Return what models say that choose experts of the best groups, behind dense layers."""
+    config.require("moe_layer_freq", 1)
+    # Transformers has no other, whatever is said.
+    config.require("scoring_func", "sigmoid", "softmax")
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+        "n_shared_experts": config.size("n_shared_experts", least=1),
+        "first_k_dense_replace": config.size("first_k_dense_replace"),
+        "routed_scaling_factor": config.real("routed_scaling_factor", least=-1.0),
+        "norm_topk_prob": config.flag("norm_topk_prob", True),
+        "n_group": config.size("n_group", 1, least=1),
+        "topk_group": config.size("topk_group", 1, least=1),
+        "attention_bias": config.flag("attention_bias", False),
+    }
+
+
+def glm4(config: Config) -> dict[str, Any]:
+    return {**grouped(config), "use_qk_norm": config.flag("use_qk_norm", False)}
+
+
+def latents(config: Config) -> dict[str, Any]:
+    # Some configurations have zero for what has no rank.
+    rank = config.size("q_lora_rank", None) or None
+    widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    return {
+        **grouped(config),
+        **{name: config.size(name, least=1) for name in widths},
+        "q_lora_rank": rank,
+    }
+
+
+def deepseek2(config: Config) -> dict[str, Any]:
+    config.require("topk_method", "greedy", "group_limited_greedy")
+    config.require("norm_topk_prob", False)
+    found = {**latents(config), "topk_method": config.get("topk_method", "greedy")}
+    # transformers' own rotates neighbours by complex numbers; lengths that are scaled differ there.
+    if found["topk_method"] == "greedy":
+        found |= {"n_group": 1, "topk_group": 1}
+    return found
+
+
+def deepseek3(config: Config) -> dict[str, Any]:
+    config.require("topk_method", "noaux_tc")
+    config.require("rope_interleave", True)
+    return latents(config)
+
+
+def ernie(config: Config) -> dict[str, Any]:
+    layers = range(config.num_layers)
+    config.require("use_bias", False)
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+        "moe_num_shared_experts": config.size("moe_num_shared_experts"),
+        "moe_layer_start_index": config.size("moe_layer_start_index"),
+        "moe_layer_end_index": min(config.size("moe_layer_end_index"), len(layers) - 1),
+        "moe_layer_interval": config.size("moe_layer_interval", 1, least=1),
+    }
+
+
+def hunyuan(config: Config) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "attention_bias": config.flag("attention_bias", False),
+    }
+
+
+def gemma4(config: Config) -> dict[str, Any]:
+    """Return Gemma 4's: windows of narrow heads between wide ones."""
+    config.require("use_bidirectional_attention", None, "vision", False)
+    config.require("enable_moe_block", True)
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        config.require(name, 0)
+    config.require("use_double_wide_mlp", False)
+    kinds = config.kinds("layer_types", config.num_layers, (SLIDING, FULL))
+    width, heads = config.size("head_dim", least=1), config.size("num_key_value_heads", least=1)
+    # Newer releases say it by layers; all of one kind have the same.
+    by_layer = config.get("per_layer_config", {})
+    if not isinstance(by_layer, dict):
+        raise config.unsupported("per_layer_config")
+    full = [by_layer.get(str(layer)) for layer, kind in enumerate(kinds) if kind == FULL]
+    if by_layer and (len(full) != len(by_layer) or full.count(full[0]) != len(full)):
+        raise config.unsupported("per_layer_config")
+    wide = (full[0] if by_layer else None) or {}
+    found = {
+        "global_head_dim": wide.get("head_dim", config.size("global_head_dim", width)),
+        "num_global_key_value_heads": wide.get(
+            "num_key_value_heads", config.size("num_global_key_value_heads", heads)
+        ),
+    }
+    if not all(type(value) is int and value > 0 for value in found.values()):
+        raise config.unsupported("per_layer_config")
+    return {
+        **found,
+        "attention_k_eq_v": config.flag("attention_k_eq_v", False),
+        "layer_types": kinds,
+        "sliding_window": int(config.real("sliding_window")),
+        "rope_parameters": {kind: config.rope_of(kind) for kind in (SLIDING, FULL)},
+        "attention_bias": config.flag("attention_bias", False),
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "final_logit_softcapping": config.real("final_logit_softcapping", None),
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+    }

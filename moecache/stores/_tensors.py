@@ -232,6 +232,11 @@ class CheckpointStore(ABC):
         """Every tensor of the checkpoint, experts included."""
         return list(self._tensors)
 
+    @cached_property
+    def trunk_names(self) -> list[str]:
+        """Every tensor that is no expert's."""
+        return [name for name in self._tensors if not self._is_expert(name)]
+
     def tensor_entry(self, name: str) -> TensorEntry:
         """Return shape, dtype, size and place of any tensor."""
         self._check_open()

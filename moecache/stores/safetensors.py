@@ -104,9 +104,7 @@ class SafetensorsStore(CheckpointStore):
     @property
     def trunk_bytes(self) -> int:
         """Bytes of all tensors but the experts' in a model: quantized ones are bfloat16 there."""
-        stored = sum(
-            entry.nbytes for name, (_, entry) in self._tensors.items() if not is_expert(name)
-        )
+        stored = sum(self._tensors[name][1].nbytes for name in self.trunk_names)
         quantized = sum(
             2 * matrix.rows * matrix.columns - matrix.format.nbytes(matrix.rows, matrix.columns)
             for matrix, _ in self.trunk_matrices.values()
@@ -119,7 +117,7 @@ class SafetensorsStore(CheckpointStore):
         return self._quantization.method
 
     def _find_matrices(self) -> dict[str, tuple[Matrix, list[str]]]:
-        others = {name: entry for name, (_, entry) in self._tensors.items() if not is_expert(name)}
+        others = {name: self._tensors[name][1] for name in self.trunk_names}
         return trunk_matrices(others, self._quantization, self.read_tensor)
 
     def _with_formats(self, formats: Sequence[str]) -> tuple[ExpertLayout, str]:

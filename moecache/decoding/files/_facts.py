@@ -1,4 +1,4 @@
-"""Facts of a GGUF file's model: its sizes and choices, whatever its family calls them."""
+"""Facts of a model of files: its sizes and choices, whatever its family calls them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

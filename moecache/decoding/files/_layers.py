@@ -1,4 +1,4 @@
-"""Layers of GGUF files' recipes: their parts, read from facts and tensors."""
+"""Layers of recipes of files: their parts, read from facts and tensors."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Layers that hold states: their tensors in a GGUF file, and their part of a recipe."""
+"""Layers that hold states: their tensors, by GGUF's names, and their part of a recipe."""
 
 from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL
 from moecache.decoding.files._facts import Facts, LinearSizes, NoTextModelError, Shapes, Wanted

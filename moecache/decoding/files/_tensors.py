@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file: those that its model has, and whether the file has just these."""
+"""Tensors, by GGUF's names: those that a model has, and whether its files have just these."""
 
 import re
 

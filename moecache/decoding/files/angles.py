@@ -1,4 +1,4 @@
-"""Rotary positions' angles of a GGUF file's model, as transformers has them."""
+"""Rotary positions' angles of a model of files, as transformers has them."""
 
 import math
 from collections.abc import Mapping

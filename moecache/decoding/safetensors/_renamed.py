@@ -11,7 +11,6 @@ from moecache.decoding.files.trunk import EMBEDDING, HEAD
 from moecache.decoding.gguf._known import Known
 from moecache.layout import ExpertLayout
 from moecache.stores import CheckpointStore
-from moecache.stores._index import is_expert
 from moecache.stores._matrices import Matrix
 from moecache.stores._quantized import BESIDE
 
@@ -231,8 +230,8 @@ class RenamedStore:
         parts = {part for _, names in matrices.values() for part in names} - matrices.keys()
         modules = {name.removesuffix(".weight") for name in matrices}
         found: dict[str, str] = {}
-        for own in [*self._store.tensor_names, *matrices]:
-            if own in parts or is_expert(own) or _UNUSED.fullmatch(own):
+        for own in [*self._store.trunk_names, *matrices]:
+            if own in parts or _UNUSED.fullmatch(own):
                 continue
             if not own.startswith(self._prefix) and own != _HEAD:
                 continue  # of other parts: images, say

@@ -27,8 +27,11 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
     StoreError
         If it cannot be read.
     """
-    tensors = (store.tensor_entry(name) for name in store.tensor_names)
-    largest = max((length for entry in tensors for length in entry.shape), default=0)
+    trunk = (store.tensor_entry(name) for name in store.trunk_names)
+    roles = (role for layer in store.layout.layers for role in layer)
+    shapes = (*(entry.shape for entry in trunk), *(role.shape for role in roles))
+    counts = (length for shape in shapes for length in shape)
+    largest = max((store.layout.num_experts, *counts))
     config = Config(store.config, largest)
     row = ROWS.get(config.kind)
     if row is None:

@@ -152,18 +152,81 @@ def test_configurations_of_older_releases_say_the_same(tmp_path: Path) -> None:
         config.update(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, ep_size=1)
 
     change_config(path, older)
+    last = model.config.num_hidden_layers - 1
+
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        for name, value in list(tensors.items()):
+            if f"layers.{last}." in name:
+                further = name.replace(f"layers.{last}.", f"layers.{last + 1}.")
+                tensors[further] = 2 * value
+        tensors[f"model.layers.{last + 1}.eh_proj.weight"] = np.ones((48, 96), np.float32)
+        tensors["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        tensors["model.mtp_block.0.norm.weight"] = np.ones(4, np.float32)
+
+    rewritten(path, add)
+    assert_near(path, model)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    """Write a checkpoint's tensors anew."""
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")
-    last = model.config.num_hidden_layers - 1
-    further = {
-        name.replace(f"layers.{last}.", f"layers.{last + 1}."): 2 * value
-        for name, value in tensors.items()
-        if f"layers.{last}." in name
-    }
-    further[f"model.layers.{last + 1}.eh_proj.weight"] = np.ones((48, 96), np.float32)
-    further["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    save_file({**tensors, **further}, path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_minimax_says_what_is_turned_in_numbers(tmp_path: Path) -> None:
+    """As released: `rotary_dim`, which transformers makes a share."""
+    family = FAMILIES["minimax_m2"]
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    change_config(path, lambda config: config.update(rotary_dim=8))
+    model = load_whole(family, path)
+    assert model.config.rope_parameters["partial_rotary_factor"] == 0.5
+    assert_near(path, model)
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_hunyuans_rotation_is_stretched_once(tmp_path: Path) -> None:
+    """Its checkpoints call it "dynamic"."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+    family = made("hunyuan_v1_moe", rope_parameters=rope)
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    assert_near(path, load_whole(family, path))
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_only_latents_are_sharpened(tmp_path: Path) -> None:
+    """`mscale_all_dim` multiplies products of DeepSeek's queries and keys, and no others."""
+    family = made("qwen3_moe", rope_parameters=SHARP)
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    assert_near(path, load_whole(family, path))
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
+    """By another name."""
+    family = FAMILIES["deepseek_v3"]
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    model = load_whole(family, path)
+    change_config(path, lambda config: config.update(model_type="kimi_k2"))
+    assert_near(path, model)
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_a_part_of_a_model_has_its_head_beside_it(tmp_path: Path) -> None:
+    """Whatever names of the text's part begin with."""
+    family = FAMILIES["qwen3_moe"]
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    model = load_whole(family, path)
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+        tensors["vision_tower.embed_tokens.weight"] = np.ones((4, 4), np.float32)
+
+    rewritten(path, rename)
     assert_near(path, model)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def changed(path: Path, into: Path, change: dict[str, Any]) -> Path:
         ({"num_attention_heads": 2**70}, "num_attention_heads is"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
         ({"decoder_sparse_step": 1}, "blk.0"),
+        ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.9}, "moe_norm_min is 0.9"),
     ],
     ids=str,
 )
@@ -71,6 +73,8 @@ def test_what_no_recipe_says_runs_with_torch(
     ("said", "reason"),
     [
         ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size in generation_config.json"),
+        ({"min_new_tokens": 1}, "min_new_tokens in generation_config.json"),
+        ({"num_beams": 2}, "num_beams in generation_config.json"),
         ({"do_sample": True, "top_p": 2.0}, "top_p must be"),
         ({"eos_token_id": "x"}, "eos_token_id is x"),
     ],
@@ -81,6 +85,50 @@ def test_texts_that_transformers_alone_draws_run_with_torch(
     """A `Sampler` does less than generation_config.json may ask for."""
     other = changed(path, tmp_path / "other", {})
     (other / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(NoTextModelError, match=reason):
+        open_text_model(other)
+
+
+def test_what_asks_for_nothing_is_heeded(path: Path, tmp_path: Path) -> None:
+    """Files name much that is as usual; an end may stand beside the text's part."""
+    other = changed(path, tmp_path / "other", {"eos_token_id": 9})
+    said = {"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0, "max_length": 20}
+    (other / "generation_config.json").write_text(json.dumps(said))
+    config = json.loads((other / "config.json").read_text())
+    del config["eos_token_id"]
+    nested = {"text_config": config, "architectures": ["A"], "eos_token_id": 9}
+    nested["architectures"] = ["QwenForConditionalGeneration"]
+    (other / "config.json").write_text(json.dumps(nested))
+    with open_store(other) as store:
+        assert FileModel(store).ends == {9}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop("lm_head.weight"), "there is no lm_head.weight"),
+        (
+            lambda tensors: tensors.update(
+                {"model.layers.1.mlp.router.weight": tensors["model.layers.1.mlp.gate.weight"]}
+            ),
+            "are one tensor",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.1.mlp.more.weight": np.ones(3)}),
+            "is none of this model's",
+        ),
+    ],
+)
+def test_other_tensors_are_not_guessed(
+    path: Path, tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None], reason: str
+) -> None:
+    """A head that is missing is no embedding, unless config.json says so."""
+    from safetensors.numpy import load_file, save_file
+
+    other = changed(path, tmp_path / "other", {})
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, other / "model.safetensors")
     with pytest.raises(NoTextModelError, match=reason):
         open_text_model(other)
 

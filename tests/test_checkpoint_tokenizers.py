@@ -50,6 +50,8 @@ def written(into: Path, backend: str, said: dict[str, Any]) -> Path:
         {"add_bos_token": True, "add_eos_token": True},
         {"add_bos_token": False, "bos_token": None},
         {"eos_token": {"__type": "AddedToken", "content": "<|end|>", "lstrip": True}},
+        {"extra_special_tokens": ["<|more|>"]},
+        {"clean_up_tokenization_spaces": True},
         {
             "added_tokens_decoder": {
                 "705": {"content": "<tool>", "special": False},
@@ -112,8 +114,12 @@ def test_what_tokenizers_cannot_read_is_said(tmp_path: Path, backend: str) -> No
     """Each with the file."""
     with pytest.raises(StoreError, match=r"has no tokenizer\.json"):
         read_directory(tmp_path)
+    pieces = json.loads(backend)
+    pieces["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     with pytest.raises(StoreError, match="cleans spaces up"):
-        read_directory(written(tmp_path, backend, {"clean_up_tokenization_spaces": True}))
+        read_directory(
+            written(tmp_path, json.dumps(pieces), {"clean_up_tokenization_spaces": True})
+        )
     for text in ("", "{", '{"version": "1.0"}', "\ud800"):
         (tmp_path / "tokenizer_config.json").write_text("{}")
         (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogatepass"))

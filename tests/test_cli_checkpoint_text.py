@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.helpers import quantized
 from tests.helpers.families import FAMILIES
 from tests.helpers.gguf_tokenizers import byte_level
 from tests.helpers.pages import run_child
+from tests.helpers.serving import serving_file
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("torch")
@@ -83,16 +85,12 @@ def test_generate_writes_a_text_without_torch(path: Path) -> None:
     assert chat.stdout == done.stdout
 
 
-def test_what_torch_is_needed_for(path: Path, tmp_path: Path) -> None:
+def test_what_torch_is_needed_for(path: Path) -> None:
     """Experts in numbers are torch's, unless kernels are asked for."""
     with open_store(path) as store:
         assert without_torch.why_torch(_arguments(), store, is_chat=True) == ""
         why = without_torch.why_torch(_arguments("compute=torch"), store, is_chat=False)
         assert why == "--compute is computed by torch's way"
-        (path / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-        why = without_torch.why_torch(_arguments(), store, is_chat=False)
-        (tmp_path / "tokenizer.json").rename(path / "tokenizer.json")
-        assert why == "it has no tokenizer.json"
     with open_store(path.parent / "plain") as store:
         why = without_torch.why_torch(_arguments(), store, is_chat=False)
         assert why == "torch multiplies its experts unless --compute is fast"
@@ -118,6 +116,22 @@ def test_without_torch_what_needs_it_says_so(path: Path, monkeypatch: pytest.Mon
         missing.add("tokenizers")
         with pytest.raises(MissingDependencyError, match=r"pip install 'moecache\[text\]'"):
             without_torch.why_torch(_arguments(), store, is_chat=False)
+
+
+def test_a_server_answers_without_torch(path: Path) -> None:
+    """What `generate` writes behind the same conversation."""
+    options = ["--memory", "50%", "--max-new-tokens", "8"]
+    done = run_child(RUN, "generate", path, "hello, world", "--chat", *options)
+    asked = {"messages": [{"role": "user", "content": "hello, world"}], "max_tokens": 8}
+    with serving_file(path, "50%") as served:
+        request = urllib.request.Request(
+            f"{served.url}/v1/chat/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as response:
+            answer = json.load(response)
+    assert answer["choices"][0]["message"]["content"] == done.stdout.rstrip("\n")
 
 
 def test_texts_are_drawn_as_the_files_say(path: Path) -> None:

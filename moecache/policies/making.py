@@ -161,6 +161,9 @@ def _call(make: Factory, part: Part) -> object:
     try:
         return make(part.capacity, num_keys=part.num_keys)
     except TypeError as error:
+        traceback = error.__traceback__
+        if traceback is not None and traceback.tb_next is not None:
+            raise  # of the factory's own code
         name = policy_name(make)
         raise ConfigError(
             f"{name} is called as {name}(capacity, num_keys=...): {error}; give a function that "

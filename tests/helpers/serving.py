@@ -72,12 +72,11 @@ def serving(
 @contextlib.contextmanager
 def serving_file(path: Path, memory: str = "25%", **options: Any) -> Iterator[Served]:
     """Serve a GGUF file without torch."""
-    from moecache.decoding.files.opening import open_text_model
+    from moecache.decoding.files.opening import open_text_model, read_tokenizer
     from moecache.decoding.files.served import Served as OfFile
-    from moecache.decoding.gguf.tokenizer import read_tokenizer
 
     with open_text_model(path, memory, prefetch="off") as model:
-        tokenizer = read_tokenizer(model.runtime.store.metadata)
+        tokenizer = read_tokenizer(model.runtime.store)
         with _answering(OfFile(model), tokenizer, path, **options) as served:
             yield served
 

@@ -144,7 +144,9 @@ class Facts:
         if said is not None:
             return float(said)
         rope = next(iter(self.ropes.values()))
-        stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
+        # Of latents alone, whatever another family's rotation says.
+        is_stretched = self.rank is not None and rope["rope_type"] != "default"
+        stretched = is_stretched and rope.get("mscale_all_dim")
         factor = sharpness(rope["factor"], rope["mscale_all_dim"]) if stretched else 1.0
         return float(self.heads(block).width ** -0.5 * factor * factor)
 

@@ -9,7 +9,7 @@ from moecache.decoding.files._layers import LayerReader
 from moecache.decoding.files._tensors import FACTORS, check_tensors, trunk_names
 from moecache.decoding.files.angles import frequencies
 from moecache.decoding.files.described import TensorStore
-from moecache.decoding.files.trunk import EMBEDDING, HEAD, Trunk
+from moecache.decoding.files.trunk import EMBEDDING, HEAD, Trunk, held_bytes
 from moecache.decoding.gguf.describing import describe_gguf
 from moecache.decoding.recipe import Recipe
 from moecache.decoding.room import room_behind
@@ -90,20 +90,8 @@ class FileModel:
 
     @property
     def trunk_bytes(self) -> int:
-        """Bytes of the trunk in memory; an embedding that is the head, too, is there twice."""
-        facts = self.facts
-        # Numbers of 16 bits that kernels do not multiply become float32.
-        found = self.tensors.trunk_bytes * (1 + ("F16" in self.tensors.tensor_types.values()))
-        if facts.rank is not None:
-            heads = facts.heads(0)
-            head = heads.width - heads.turned + heads.value_width
-            found += 2 * facts.num_layers * facts.num_heads * head * facts.rank
-        if not self.is_tied:
-            return found
-        rows, columns = self.tensors.tensor_shapes[EMBEDDING]
-        known = self.tensors.trunk_matrices.get(EMBEDDING)
-        twice = known[0].format.nbytes(rows, columns) if known else 4 * rows * columns
-        return found + twice
+        """Bytes of the trunk in memory."""
+        return held_bytes(self.tensors, self.names())
 
     @property
     def bytes_per_token(self) -> int:

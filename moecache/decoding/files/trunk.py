@@ -1,7 +1,8 @@
 """Trunk: a model's weights beside its experts, in memory as kernels take them."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,6 +35,26 @@ def is_made_numbers(name: str) -> bool:
     return _NUMBERS.fullmatch(name) is not None
 
 
+def held_bytes(store: TensorStore, names: Collection[str]) -> int:
+    """Return the memory that a trunk of some of a store's tensors takes."""
+    total = 0
+    for name in names:
+        shape, kind = store.tensor_shapes[name], store.tensor_types[name]
+        if _EXPANDING.fullmatch(name):
+            total += math.prod(shape) * (4 if kind in _WIDE else 2)
+        elif name not in store.trunk_matrices or is_made_numbers(name):
+            total += math.prod(shape) * (2 if kind == "BF16" and len(shape) == 2 else 4)
+        else:
+            matrix = store.trunk_matrices[name][0]
+            rows, columns, known = matrix.rows, matrix.columns, matrix.format
+            if name == EMBEDDING:
+                total += known.nbytes(rows, columns)  # rows are read one by one
+            if name != EMBEDDING or HEAD not in names:
+                assert known.form is not None  # `FileModel` has looked
+                total += known.form.nbytes(rows, columns)
+    return total
+
+
 class Trunk:
     """Reads tensors by a few threads, each into its last place; a quantized matrix stays quantized.
 
@@ -52,6 +73,7 @@ class Trunk:
         self._matrices, self._types = store.trunk_matrices, store.tensor_types
         self._names = set(names)
         self._done: list[int] = []  # bytes of each tensor that is there
+        self._num_bytes = held_bytes(store, self._names)
         # The largest first, lest a head keep one thread busy when all others are done; the others
         # in the order of the file. An embedding is multiplied by where it is the head, too, in
         # another form than its rows are.
@@ -64,7 +86,9 @@ class Trunk:
         order = sorted(wanted, key=lambda name: -(self._nbytes(name) // CHUNK_BYTES))
         # One more than compute forms: another reads meanwhile.
         self._pool = ThreadPoolExecutor(min(_MOST_THREADS, num_threads() + 1), "moecache-trunk")
-        self._rows = self._pool.submit(self._read_rows)
+        # An embedding of numbers that is the head, too, is there once.
+        self._is_shared = HEAD not in self._names and EMBEDDING not in self._matrices
+        self._rows = None if self._is_shared else self._pool.submit(self._read_rows)
         self._found: dict[str, Future[Any]] = {
             name: self._pool.submit(self._read, name) for name in order
         }
@@ -80,7 +104,7 @@ class Trunk:
     def progress(self) -> tuple[int, int]:
         """Return the bytes that are in memory, and of all."""
         done = sum(self._done)
-        return done, max(done, self._store.trunk_bytes)
+        return done, max(done, self._num_bytes)
 
     def close(self) -> None:
         """End the threads; what was not begun is not read."""
@@ -134,6 +158,8 @@ class Trunk:
 
     def embed(self) -> Embed:
         """Return what writes tokens' embeddings."""
+        if self._rows is None:
+            return embed_numbers(self.numbers(EMBEDDING))
         embed: Embed = self._rows.result()
         return embed
 
@@ -189,7 +215,7 @@ class Trunk:
     def _read_rows(self) -> Embed:
         name = EMBEDDING
         if name not in self._matrices:
-            return embed_numbers(self._read_numbers(name)[0])
+            return embed_numbers(self._read(name)[0])
         matrix = self._matrices[name][0]
         raw = self._memory.lasting(self._nbytes(name))
         self._store.read_parts(name, raw)

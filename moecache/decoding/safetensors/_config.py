@@ -40,6 +40,11 @@ class Config:
         self._largest = largest
         self.kind = str(self._values.get("model_type", ""))
 
+    def whole(self, name: str) -> Any:
+        """Return a value of the model, which its part for text may say instead."""
+        found = self._outer.get(name)
+        return self._values.get(name) if found is None else found
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value as it is; one that is null is the default."""
         found = self._values.get(name)
@@ -103,11 +108,8 @@ class Config:
 
         Of a model of several parts the whole says it.
         """
-        for level in (self._outer, self._values):
-            said = level.get("tie_word_embeddings")
-            if isinstance(said, bool):
-                return said
-        return None
+        said = self.whole("tie_word_embeddings")
+        return said if isinstance(said, bool) else None
 
     def rope_of(self, kind: str) -> dict[str, Any]:
         """Return those of the `rope_parameters` that are for one kind of layers."""
@@ -130,6 +132,23 @@ class Config:
         if not isinstance(said, dict):
             raise self.unsupported(name)
         return self._rope(name, said, share, ("default", "linear", "yarn"))
+
+    def stretched_rope(self, width: int) -> dict[str, Any]:
+        """Return those of Hunyuan's: "dynamic", with an alpha that stretches it once and for all.
+
+        Parameters
+        ----------
+        width : int
+            Numbers of a head, all of which are turned.
+        """
+        name = "rope_parameters" if self.get("rope_parameters") is not None else "rope_scaling"
+        said = self.get(name, {})
+        alpha = said.get("alpha") if isinstance(said, dict) else None
+        if not alpha or said.get("rope_type", said.get("type")) != "dynamic" or width <= 2:
+            return self.rope()
+        found = self._rope(name, {**said, "rope_type": "default"}, 1.0, ("default",))
+        found["rope_theta"] *= self._real(name, alpha, 0.0) ** (width / (width - 2))
+        return found
 
     def _rope(
         self, name: str, given: Mapping[str, Any], share: float, known: Sequence[str]

@@ -15,7 +15,7 @@ from moecache.stores._matrices import Matrix
 from moecache.stores._quantized import BESIDE
 
 _LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
-_HEAD = "lm_head.weight"
+_HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 # Of families with norms before and behind both parts.
 _PART_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -122,7 +122,7 @@ _NORMS = re.compile(
     r"output_norm\.weight|blk\.\d+\.(?:attn(?:_q|_k)?_norm|post_attention_norm|ffn_norm)\.weight"
 )
 # What is computed from config.json, and what guesses further tokens.
-_UNUSED = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq|mtp\..*")
+_UNUSED = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|mtp(?:_\w+)?\..*)")
 
 
 class RenamedStore:
@@ -196,17 +196,20 @@ class RenamedStore:
             else:
                 entry = store.tensor_entry(own)
                 self.tensor_shapes[name] = self._shape(name, own, entry.shape)
-                self.tensor_types[name] = entry.dtype_name
+                changed = self._change(name) is not None
+                self.tensor_types[name] = "F32" if changed else entry.dtype_name
 
     @property
     def is_f32(self) -> bool:
-        """Whether products are of float32: nothing is bfloat16."""
-        return "BF16" not in self.tensor_types.values()
+        """Whether products are of float32: nothing is stored in bfloat16."""
+        plain = self._names.keys() - self.trunk_matrices.keys()
+        stored = (self._store.tensor_entry(self._names[name]) for name in plain)
+        return all(entry.dtype_name != "BF16" for entry in stored)
 
     @property
     def trunk_bytes(self) -> int:
-        """Bytes of the trunk as it is stored."""
-        return sum(self._nbytes(name) for name in self._names)
+        """Bytes of the trunk as it is stored, without layers that guess further tokens."""
+        return sum(self._nbytes(name) for name in self._names if ".nextn." not in name)
 
     def read_tensor(self, name: str) -> np.ndarray:
         """Return a tensor's numbers; of a quantized one, its values in float32."""
@@ -230,10 +233,10 @@ class RenamedStore:
         parts = {part for _, names in matrices.values() for part in names} - matrices.keys()
         modules = {name.removesuffix(".weight") for name in matrices}
         found: dict[str, str] = {}
-        for own in [*self._store.trunk_names, *matrices]:
+        for own in dict.fromkeys([*self._store.trunk_names, *matrices]):
             if own in parts or _UNUSED.fullmatch(own):
                 continue
-            if not own.startswith(self._prefix) and own != _HEAD:
+            if not own.startswith(self._prefix) and not _HEAD.fullmatch(own):
                 continue  # of other parts: images, say
             module, _, leaf = own.rpartition(".")
             if module in modules and f"_{leaf.removeprefix('weight_')}" in BESIDE:
@@ -241,14 +244,18 @@ class RenamedStore:
             name = self._name(own)
             if name == HEAD and is_tied:
                 continue
+            if name in found:
+                raise NoTextModelError(f"{own} and {found[name]} are one tensor of its family")
             found[name] = own
             if own.endswith(_BOTH):
                 found[name.replace(*_HALVES)] = own
+        if HEAD not in found and not is_tied:
+            raise NoTextModelError("the head is no embedding, and there is no lm_head.weight")
         return found
 
     def _name(self, own: str) -> str:
         """Return a tensor's name; its own if none is known, which no model asks for."""
-        if own == _HEAD:
+        if _HEAD.fullmatch(own):
             return HEAD
         match = _LAYER.fullmatch(own)
         if match is None:

@@ -1,7 +1,4 @@
-"""Families whose checkpoints run without torch: their settings, and what their tensors are called.
-
-Names are those that GGUF files have for the same tensors; so is what else a recipe has to know.
-"""
+"""Families whose checkpoints run without torch: a row for each `model_type`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,7 +33,10 @@ class Row:
     is_tied : bool, default False
         Whether the head is the embedding if that is not said.
     share : float, default 1
-        Of a head, that is turned if it is not said; 0 where nothing is turned.
+        Of a head, that is turned if it is not said; 0 where nothing is turned, or
+        `settings` say it.
+    turned : str, optional
+        Key by which older configurations say how many numbers of a head are turned.
     has_wide_routers : bool, default False
         Whether transformers has routers in float32, whatever they are stored in.
     epsilon : str
@@ -52,6 +52,7 @@ class Row:
     head_dim: int | None = None
     is_tied: bool = False
     share: float = 1.0
+    turned: str = ""
     has_wide_routers: bool = False
     epsilon: str = "rms_norm_eps"
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
@@ -78,11 +79,13 @@ def settings_of(config: Config, row: Row) -> dict[str, Any]:
         "num_experts": config.count(*_NUM_EXPERTS),
         "num_experts_per_tok": config.count(*_TOP_K),
     }
-    if row.share:
-        found["rope_parameters"] = config.rope(row.share)
     width = config.size("head_dim", row.head_dim, least=1)
     if width is not None:
         found["head_dim"] = width
+    if row.share:
+        turned = config.size(row.turned, None) if row.turned else None
+        share = row.share if turned is None else turned / (width or found["hidden_size"] // heads)
+        found["rope_parameters"] = config.rope(share)
     return {**found, **row.settings(config)}
 
 
@@ -121,10 +124,14 @@ ROWS: Mapping[str, Row] = {
     "gpt_oss": Row(
         "gpt-oss", "GptOss", _settings.gpt_oss, gate=_settings.gpt_oss_gate, head_dim=64
     ),
-    "hunyuan_v1_moe": Row("hunyuan-moe", "HunYuanMoEV1", _settings.hunyuan, has_wide_routers=True),
+    "hunyuan_v1_moe": Row(
+        "hunyuan-moe", "HunYuanMoEV1", _settings.hunyuan, share=0.0, has_wide_routers=True
+    ),
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
-    "minimax_m2": Row("minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128),
+    "minimax_m2": Row(
+        "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
+    ),
     "mixtral": Row("llama", "Mixtral", _settings.mixtral),
     "olmoe": Row("olmoe", "Olmoe", _settings.olmoe),
     "qwen2_moe": Row("qwen2moe", "Qwen2Moe", _settings.qwen2),

@@ -135,7 +135,10 @@ def hy_v3(config: Config) -> dict[str, Any]:
 
 
 def dots1(config: Config) -> dict[str, Any]:
-    config.kinds("layer_types", config.num_layers, (FULL,))
+    if config.get("layer_types") is not None:
+        config.kinds("layer_types", config.num_layers, (FULL,))
+    elif config.size("max_window_layers", config.num_layers) < config.num_layers:
+        raise config.unsupported("max_window_layers")
     return {**grouped(config), "sliding_window": None}
 
 
@@ -191,7 +194,6 @@ def deepseek2(config: Config) -> dict[str, Any]:
     config.require("topk_method", "greedy", "group_limited_greedy")
     config.require("norm_topk_prob", False)
     found = {**latents(config), "topk_method": config.get("topk_method", "greedy")}
-    # transformers' own rotates neighbours by complex numbers; lengths that are scaled differ there.
     if found["topk_method"] == "greedy":
         found |= {"n_group": 1, "topk_group": 1}
     return found
@@ -206,6 +208,7 @@ def deepseek3(config: Config) -> dict[str, Any]:
 def ernie(config: Config) -> dict[str, Any]:
     layers = range(config.num_layers)
     config.require("use_bias", False)
+    config.require("moe_norm_min", 1e-12)
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
@@ -217,9 +220,12 @@ def ernie(config: Config) -> dict[str, Any]:
 
 
 def hunyuan(config: Config) -> dict[str, Any]:
+    """Return Hunyuan's."""
+    usual = config.size("hidden_size", least=1) // config.size("num_attention_heads", least=1)
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
         "attention_bias": config.flag("attention_bias", False),
+        "rope_parameters": config.stretched_rope(config.size("head_dim", usual, least=1)),
     }
 
 

@@ -22,8 +22,11 @@ OTHERS = (
 )
 # What transformers draws by where a file says that it draws, and not how.
 _USUAL: Mapping[str, Any] = {"top_k": 50}
-# Values that ask for nothing, of whatever a file names.
-_NOTHING: tuple[Any, ...] = (None, False, 0, 1, 1.0, [], {})
+# Values that ask for nothing, beside those that are false.
+_NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p", "guidance_scale"), 1),
+    "encoder_repetition_penalty": 1,
+}
 
 
 def read_generation(path: Path, config: Config) -> tuple[frozenset[int], dict[str, Any]]:
@@ -40,10 +43,10 @@ def read_generation(path: Path, config: Config) -> tuple[frozenset[int], dict[st
     for name, value in said.items():
         if name in (*SAMPLED, *OTHERS) or name.startswith("_"):
             continue
-        if not any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING):
+        if value and value != _NEUTRAL.get(name):
             raise NoTextModelError(f"{name} in {path.name} is torch's to heed")
     ends = said.get("eos_token_id")
-    ends = config.get("eos_token_id") if ends is None else ends
+    ends = config.whole("eos_token_id") if ends is None else ends
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(token) is int and token >= 0 for token in listed):
         raise NoTextModelError(f"eos_token_id is {str(ends)[:80]}, which is torch's to make out")

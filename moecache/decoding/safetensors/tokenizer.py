@@ -31,8 +31,8 @@ def read_directory(path: Path) -> FileTokenizer:
     files = find_tokenizer_files(path)
     if files.why_transformers:
         raise StoreError(
-            f"{path}: {files.why_transformers}: give its tokenizer by transformers.AutoTokenizer, "
-            "if the published model has no other"
+            f"{path}: {files.why_transformers}; copy the published model's tokenizer.json there, "
+            "or install transformers: pip install 'moecache[transformers]'"
         )
     text, said = read_text(files.tokenizer), files.config
     special = {name: _token(said.get(f"{name}_token")) for name in _NAMES}
@@ -61,12 +61,15 @@ def _token(said: Any) -> AddedToken | None:
 def _added(said: Mapping[str, Any]) -> list[AddedToken]:
     """Return the tokens that tokenizer_config.json adds, in the order of their ids."""
     listed = said.get("added_tokens_decoder")
-    if not isinstance(listed, dict):
-        return []
+    listed = listed if isinstance(listed, dict) else {}
     found = []
     for key in sorted((key for key in listed if key.isdecimal()), key=int):
         token = _token(listed[key])
         if token is not None:
             token.special = bool(listed[key].get("special"))
             found.append(token)
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        more = said.get(key)
+        more = list(more.values()) if isinstance(more, dict) else more
+        found += filter(None, map(_token, more if isinstance(more, list) else []))
     return found

@@ -32,9 +32,14 @@ class TokenizerFiles(NamedTuple):
         """Why transformers alone makes a tokenizer of them; "" if tokenizers can."""
         if not self.tokenizer.is_file():
             return "it has no tokenizer.json"
-        if self.config.get("clean_up_tokenization_spaces"):
+        # transformers does so but for pairs of bytes.
+        if self.config.get("clean_up_tokenization_spaces") and self._model_type() != "BPE":
             return "its tokenizer cleans spaces up"
         return ""
+
+    def _model_type(self) -> object:
+        model = read_config(self.tokenizer).get("model")
+        return model.get("type", "BPE") if isinstance(model, dict) else None
 
 
 def find_tokenizer_files(path: Path) -> TokenizerFiles:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.files.opening import open_text_model
-from moecache.decoding.files.recipes import FileModel, NoTextModelError
+from moecache.decoding.files.recipes import FileModel
 from moecache.errors import MoeCacheError
 from moecache.stores import open_store
 from tests.helpers.families import FAMILIES, write_checkpoint

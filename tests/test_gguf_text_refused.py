@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.files.opening import open_text_model
-from moecache.decoding.files.recipes import FileModel, NoTextModelError
+from moecache.decoding.files.recipes import FileModel
 from moecache.errors import ConfigError
 from moecache.stores import open_store
 from tests.helpers.gguf_members import MODELS

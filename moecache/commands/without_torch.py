@@ -19,9 +19,10 @@ from moecache.commands.ranks import num_ranks, rank_options
 from moecache.commands.start_line import StartLine
 from moecache.commands.texts import OnTokenizer
 from moecache.decoding.files.chat import has_sandbox
+from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.files.model import TextModel
 from moecache.decoding.files.opening import open_text_model, read_tokenizer
-from moecache.decoding.files.recipes import FileModel, NoTextModelError
+from moecache.decoding.files.recipes import FileModel
 from moecache.decoding.files.trunk import Trunk
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.safetensors.tokenizer_files import find_tokenizer_files

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from moecache.decoding.families import Family
 from moecache.decoding.files.angles import sharpness
-from moecache.decoding.gguf._known import Known
-from moecache.errors import ConfigError
+from moecache.decoding.files.known import Known
 
 # Of transformers' models, whatever a file says of other norms; and where files say nothing.
 LATENT_EPSILON = 1e-6
@@ -25,10 +24,6 @@ _STILL: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1.0}
 
 Shapes = Mapping[str, tuple[int, ...]]
 Wanted = Iterator[tuple[str, tuple[int, ...]]]
-
-
-class NoTextModelError(ConfigError):
-    """A file's model that runs with torch alone, and the reason."""
 
 
 class Heads(NamedTuple):

@@ -1,7 +1,8 @@
 """Layers that hold states: their tensors, by GGUF's names, and their part of a recipe."""
 
 from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL
-from moecache.decoding.files._facts import Facts, LinearSizes, NoTextModelError, Shapes, Wanted
+from moecache.decoding.files._facts import Facts, LinearSizes, Shapes, Wanted
+from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.files.trunk import Trunk
 from moecache.decoding.recipe import LinearAttention, ShortConvolution, StateSpace
 

@@ -3,11 +3,11 @@
 import re
 
 from moecache.decoding._bound import MOST_RANK
-from moecache.decoding.files._facts import Facts, NoTextModelError, Shapes, Wanted
+from moecache.decoding.files._facts import Facts, Shapes, Wanted
 from moecache.decoding.files._stateful import stateful_tensors
 from moecache.decoding.files.described import TensorStore
+from moecache.decoding.files.known import CORRECTION, NoTextModelError
 from moecache.decoding.files.trunk import EMBEDDING, HEAD, Trunk, is_made_numbers
-from moecache.decoding.gguf._common import CORRECTION
 from moecache.errors import ConfigError
 from moecache.formats import StackedFormat
 from moecache.kernels import tiler

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moecache.decoding.families import Family
-from moecache.decoding.gguf._known import Known
+from moecache.decoding.files.known import Known
 from moecache.layout import ExpertLayout
 from moecache.stores._matrices import Matrix
 

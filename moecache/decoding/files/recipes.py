@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moecache.decoding.files._facts import Facts, NoTextModelError
+from moecache.decoding.files._facts import Facts
 from moecache.decoding.files._layers import LayerReader
 from moecache.decoding.files._tensors import FACTORS, check_tensors, trunk_names
 from moecache.decoding.files.angles import frequencies
 from moecache.decoding.files.described import TensorStore
+from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.files.trunk import EMBEDDING, HEAD, Trunk, held_bytes
 from moecache.decoding.gguf.describing import describe_gguf
 from moecache.decoding.recipe import Recipe
@@ -17,8 +18,6 @@ from moecache.decoding.safetensors.describing import describe_checkpoint
 from moecache.kernels import SlotKernel
 from moecache.sizing.headroom import STATE_PLACES
 from moecache.stores import CheckpointStore, GgufStore, SafetensorsStore
-
-__all__ = ["FileModel", "NoTextModelError"]
 
 # Factors from which on nothing is turned.
 _STILL = 1e10

@@ -4,13 +4,12 @@ from typing import Any
 
 import numpy as np
 
+from moecache.decoding.files.known import CORRECTION
 from moecache.decoding.gguf._architecture import Source
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.errors import ConfigError
 
 _TOKENS = ("bos", "eos", "pad")
-# The name of the tensor that corrects a router's scores.
-CORRECTION = "exp_probs_b.bias"
 # Tokens after which llama.cpp stops, beside the end of the sequence.
 _ENDS = ("eos", "eot", "eom")
 

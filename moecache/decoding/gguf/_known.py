@@ -1,10 +1,8 @@
 """Architectures whose texts run without torch, and what a recipe has to know of their files."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
-from moecache.decoding.families import FAMILIES, Family
+from moecache.decoding.files.known import Known
 from moecache.decoding.gguf import (
     _factored,
     _gemma4,
@@ -15,65 +13,6 @@ from moecache.decoding.gguf import (
     _softmax,
     _windows,
 )
-from moecache.decoding.gguf._architecture import Architecture
-from moecache.decoding.gguf._metadata import Metadata
-
-
-@dataclass(frozen=True)
-class Known:
-    """An architecture, and its files' ways that its row in `FAMILIES` does not say.
-
-    Tensors are the model's own, name by name; where rows of heads are in another order than
-    transformers', pairs that are turned together are neighbours.
-
-    Parameters
-    ----------
-    architecture : Architecture, or callable (Metadata)
-        Which returns one.
-    forward_norm, out_norm : str
-        Tensors of the norms before a feed-forward, and before the head.
-    part_norms : (str, str), optional
-        Tensors of the norms of what a layer's attention, and what its feed-forward, gives.
-    has_layer_norms : bool
-        Whether norms take the mean off, and have biases.
-    head_norms : {"", "each", "all", "plain"}
-        Whether queries and keys have norms: of each head, of all of them at once, or of each head
-        that is turned, without weights.
-    has_out_bias : bool
-        Whether what attention gives has a bias if queries have.
-    gate : mapping
-        How experts' gates are computed: options of `SlotKernel`.
-    has_gates : bool
-        Whether feed-forwards have gates; else they are down(act(up(x))).
-    has_correction : bool
-        Whether scores of experts have a correction; else zeros stand for one that a file lacks.
-    has_expert_biases : bool
-        Whether experts and their router have biases.
-    scale : float, optional
-        What multiplies products of queries and keys; by default 1 / sqrt(width).
-    is_tiled : bool
-        As `LinearAttention` has it.
-    """
-
-    architecture: Architecture | Callable[[Metadata], Architecture]
-    forward_norm: str = "ffn_norm"
-    out_norm: str = "output_norm"
-    part_norms: tuple[str, str] | None = None
-    has_layer_norms: bool = False
-    head_norms: str = ""
-    has_out_bias: bool = True
-    gate: Mapping[str, Any] = field(default_factory=dict)
-    has_gates: bool = True
-    has_correction: bool = False
-    has_expert_biases: bool = False
-    scale: float | None = None
-    is_tiled: bool = False
-
-    def find(self, said: Metadata) -> Architecture:
-        """Return the architecture that a file is of."""
-        found = self.architecture
-        return found if isinstance(found, Architecture) else found(said)
-
 
 KNOWN: Mapping[str, Known] = {
     "afmoe": Known(
@@ -125,9 +64,3 @@ KNOWN: Mapping[str, Known] = {
     "qwen3next": Known(_linear.QWEN3NEXT, forward_norm="post_attention_norm", head_norms="each"),
     "qwen3vlmoe": Known(_softmax.QWEN3VLMOE, head_norms="each"),
 }
-
-
-def family_of(prefix: str) -> Family | None:
-    """Return the row of the attention of transformers' classes; `None` if there is none."""
-    wanted = {f"{prefix}{part}Attention" for part in ("", "Text")}
-    return next((row for (_, kind, _), row in FAMILIES.items() if kind in wanted), None)

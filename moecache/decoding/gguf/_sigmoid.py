@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from moecache.decoding.files.known import CORRECTION
 from moecache.decoding.gguf._architecture import Architecture, Source
 from moecache.decoding.gguf._common import (
-    CORRECTION,
     common_settings,
     correction,
     expert_width,

@@ -1,9 +1,9 @@
 """Describing: what a GGUF file says of its model, as far as a recipe takes it."""
 
-from moecache.decoding.files._facts import NoTextModelError
 from moecache.decoding.files.described import Described
+from moecache.decoding.files.known import NoTextModelError, family_of
 from moecache.decoding.gguf import _softmax
-from moecache.decoding.gguf._known import KNOWN, family_of
+from moecache.decoding.gguf._known import KNOWN
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.stores import GgufStore
 

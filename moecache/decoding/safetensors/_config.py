@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moecache.decoding.files._facts import NoTextModelError
+from moecache.decoding.files.known import NoTextModelError
 
 _MISSING: Any = object()
 # Of rotations: what transformers has where a configuration says nothing.

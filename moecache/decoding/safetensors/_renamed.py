@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from moecache.decoding.files._facts import NoTextModelError
+from moecache.decoding.files.known import Known, NoTextModelError
 from moecache.decoding.files.trunk import EMBEDDING, HEAD
-from moecache.decoding.gguf._known import Known
 from moecache.layout import ExpertLayout
 from moecache.stores import CheckpointStore
 from moecache.stores._matrices import Matrix

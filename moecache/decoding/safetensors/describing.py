@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from moecache.decoding.files._facts import NoTextModelError
 from moecache.decoding.files.described import Described
-from moecache.decoding.gguf._known import KNOWN, family_of
+from moecache.decoding.files.known import NoTextModelError, family_of
+from moecache.decoding.gguf._known import KNOWN
 from moecache.decoding.safetensors._config import Config
 from moecache.decoding.safetensors._renamed import RenamedStore
 from moecache.decoding.safetensors._rows import ROWS, settings_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moecache.decoding.files._facts import NoTextModelError
+from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.safetensors._config import Config
 from moecache.decoding.sampler import Sampling
 from moecache.errors import ConfigError

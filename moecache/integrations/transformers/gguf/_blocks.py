@@ -5,11 +5,7 @@ from typing import Any
 import numpy as np
 
 from moecache.decoding.gguf._architecture import Architecture, Source
-from moecache.decoding.gguf._common import (
-    correction,
-    expert_width,
-    plain_settings,
-)
+from moecache.decoding.gguf._common import correction, expert_width, plain_settings
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.integrations.transformers.gguf._linear_sources import less_one
 

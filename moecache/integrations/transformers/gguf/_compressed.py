@@ -3,13 +3,7 @@
 from typing import Any
 
 from moecache.decoding.gguf._architecture import Architecture
-from moecache.decoding.gguf._common import (
-    common_settings,
-    correction,
-    expert_width,
-    head_dim,
-    rope,
-)
+from moecache.decoding.gguf._common import common_settings, correction, expert_width, head_dim, rope
 from moecache.decoding.gguf._metadata import Metadata
 
 _SQRT_SOFTPLUS = 4  # of expert_gating_func

@@ -5,12 +5,7 @@ from typing import Any
 
 from moecache.decoding.gguf import _mamba
 from moecache.decoding.gguf._architecture import Architecture, Source
-from moecache.decoding.gguf._common import (
-    common_settings,
-    expert_width,
-    has_bias,
-    head_dim,
-)
+from moecache.decoding.gguf._common import common_settings, expert_width, has_bias, head_dim
 from moecache.decoding.gguf._metadata import Metadata
 from moecache.decoding.gguf._softmax import (
     granite_source,

@@ -53,17 +53,19 @@ def parse_budget(memory: int | str, total_bytes: int) -> int:
         If the text is neither, or the share is not in (0, 100].
     """
     fraction = memory if isinstance(memory, float) else 0.0
-    if isinstance(memory, str) and re.fullmatch(r"\s*0?\.\d{1,24}\s*", memory, re.ASCII):
+    if isinstance(memory, str) and re.fullmatch(
+        r"\s*(?:0?\.\d{1,24}|1\.0{1,24})\s*", memory, re.ASCII
+    ):
         fraction = float(memory)
     if 0 < fraction <= 1:
         raise ConfigError(f'{memory!r} is not a size; for a share write "{100 * fraction:.6g}%"')
     if not isinstance(memory, str) or not memory.strip().endswith("%"):
         return parse_bytes(memory)
     number = re.fullmatch(r"\d{1,3}(\.\d{1,24})?", memory.strip()[:-1].strip(), re.ASCII)
-    share = Fraction(number[0]) if number else Fraction(0)
-    if not 0 < share <= 100:
+    percent = Fraction(number[0]) if number else Fraction(0)
+    if not 0 < percent <= 100:
         raise ConfigError(f"{memory!r} is no share of the experts; write for example 25%")
-    return int(total_bytes * share / 100)
+    return int(total_bytes * percent / 100)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -230,6 +230,52 @@ def test_a_part_of_a_model_has_its_head_beside_it(tmp_path: Path) -> None:
     assert_near(path, model)
 
 
+@pytest.mark.usefixtures("exact_caches")
+def test_a_head_that_is_stored_is_the_head(tmp_path: Path) -> None:
+    """Even if config.json says that it is the embedding, as transformers has it."""
+    family = FAMILIES["qwen3_moe"]
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    change_config(path, lambda config: config.update(tie_word_embeddings=True))
+    assert_near(path, load_whole(family, path))
+
+
+def without(*keys: str, **others: Any) -> Callable[[dict[str, Any]], None]:
+    """Return what takes keys away from a configuration, and writes others."""
+
+    def change(config: dict[str, Any]) -> None:
+        for key in keys:
+            del config[key]
+        config.update(others)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("afmoe", without("layer_types")),
+        ("dots1", without("layer_types")),
+        ("exaone-moe", without("first_k_dense_replace")),
+        ("hy_v3", without("mlp_layer_types")),
+        ("granitehybrid", without(layer_types=["mamba", "attention", "mamba"])),
+        (
+            "nemotron_h_moe",
+            without("layers_block_type", hybrid_override_pattern="ME*E", num_hidden_layers=4),
+        ),
+        ("nemotron_h_moe", without(layers_block_type=["mamba", "moe", "attention", "moe"])),
+    ],
+    ids=["windows", "no windows", "dense first", "one dense", "mamba", "letters", "names"],
+)
+@pytest.mark.usefixtures("exact_caches")
+def test_published_configurations_say_it_otherwise(
+    tmp_path: Path, name: str, change: Callable[[dict[str, Any]], None]
+) -> None:
+    """By other keys, or none where all of them have the same."""
+    model = saved(name, tmp_path, torch.float32)
+    change_config(tmp_path, change)
+    assert_near(tmp_path, model)
+
+
 def program_logits(path: Path, ours: TextModel) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return logits without torch, and of the program in a model of transformers."""
     from moecache.integrations.transformers._decoded import decoded_model

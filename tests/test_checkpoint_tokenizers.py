@@ -92,7 +92,7 @@ def test_templates_are_files_or_settings(tmp_path: Path, backend: str) -> None:
     assert found.render_chat(TALK) == "hi, Größe!"
     assert found.render_chat(TALK, {"tools": [1]}) == "[1]"
     (path / "chat_template.jinja").unlink()
-    listed = [{"name": "default", "template": "{{ 1 }}"}, {"name": "other"}, 3]
+    listed = [{"name": "default", "template": "{{ 1 }}"}, {"name": "other"}, {"name": []}, 3]
     written(tmp_path, backend, USUAL | {"chat_template": listed})
     assert read_directory(path).render_chat(TALK) == "1"
 
@@ -125,6 +125,10 @@ def test_what_tokenizers_cannot_read_is_said(tmp_path: Path, backend: str) -> No
         (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogatepass"))
         with pytest.raises(FormatError, match=r"tokenizer\.json"):
             read_directory(tmp_path)
+    with pytest.raises(FormatError, match="lone surrogate"):
+        read_directory(written(tmp_path, backend, {"chat_template": "\ud800"}))
+    with pytest.raises(FormatError, match="cannot be used"):
+        read_directory(written(tmp_path, backend, {"bos_token": "\ud800"}))
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(FormatError, match=r"tokenizer_config\.json"):
         read_directory(tmp_path)

@@ -53,9 +53,7 @@ class Config:
     def size(self, name: str, default: Any = _MISSING, *, least: int = 0) -> Any:
         """Return a number of rows, columns, heads or layers."""
         found = self._found(name, default)
-        if found is default or (type(found) is int and least <= found <= self._largest):
-            return found
-        raise self.unsupported(name)
+        return found if found is default else self._sized(name, found, least)
 
     @property
     def num_layers(self) -> int:
@@ -72,8 +70,11 @@ class Config:
             raise self.unsupported("time_step_limit")
 
     def count(self, *names: str) -> int:
-        """Return a number, at least 1, which goes by one of some names."""
+        """Return a number, at least 1, which goes by one of some names, or for each layer."""
         known = next((name for name in names if self.get(name) is not None), names[0])
+        listed = self.get(known)
+        if isinstance(listed, list) and listed and listed.count(listed[0]) == len(listed):
+            return int(self._sized(known, listed[0], 1))
         return int(self.size(known, least=1))
 
     def real(self, name: str, default: Any = _MISSING, *, least: float = 0.0) -> Any:
@@ -95,6 +96,11 @@ class Config:
         if self.get(name, allowed[0]) not in allowed:
             raise self.unsupported(name)
 
+    def demand(self, name: str, *allowed: Any) -> None:
+        """Raise the error of `unsupported` unless a value is there, and one of some."""
+        if self.get(name) not in allowed:
+            raise self.unsupported(name)
+
     def kinds(self, name: str, count: int, allowed: Sequence[str]) -> list[str]:
         """Return the kind of each layer."""
         found = self.get(name)
@@ -109,6 +115,7 @@ class Config:
         Of a model of several parts the whole says it.
         """
         said = self.whole("tie_word_embeddings")
+        said = self.whole("tie_embedding") if said is None else said
         return said if isinstance(said, bool) else None
 
     def rope_of(self, kind: str) -> dict[str, Any]:
@@ -119,19 +126,22 @@ class Config:
             raise self.unsupported("rope_parameters")
         return self._rope("rope_parameters", own, 1.0, ("default", "proportional"))
 
-    def rope(self, share: float = 1.0) -> dict[str, Any]:
+    def rope(self, share: float = 1.0, *, is_partial: bool = False) -> dict[str, Any]:
         """Return the `rope_parameters`, as transformers of any release writes them.
 
         Parameters
         ----------
         share : float, default 1
             Of a head, that is turned where nothing says it.
+        is_partial : bool, default False
+            Whether a part of a head may be said to be turned though all of it is by default.
         """
-        name = "rope_parameters" if self.get("rope_parameters") is not None else "rope_scaling"
-        said = self.get(name, {})
-        if not isinstance(said, dict):
-            raise self.unsupported(name)
-        return self._rope(name, said, share, ("default", "linear", "yarn"))
+        name, said = self._said_rope()
+        found = self._rope(name, said, share, ("default", "linear", "yarn"))
+        # Families that turn whole heads take no notice of it.
+        if share == 1 and "partial_rotary_factor" in found and not is_partial:
+            raise self.unsupported("partial_rotary_factor")
+        return found
 
     def stretched_rope(self, width: int) -> dict[str, Any]:
         """Return those of Hunyuan's: "dynamic", with an alpha that stretches it once and for all.
@@ -141,14 +151,22 @@ class Config:
         width : int
             Numbers of a head, all of which are turned.
         """
-        name = "rope_parameters" if self.get("rope_parameters") is not None else "rope_scaling"
-        said = self.get(name, {})
-        alpha = said.get("alpha") if isinstance(said, dict) else None
+        name, said = self._said_rope()
+        alpha = said.get("alpha")
         if not alpha or said.get("rope_type", said.get("type")) != "dynamic" or width <= 2:
             return self.rope()
         found = self._rope(name, {**said, "rope_type": "default"}, 1.0, ("default",))
         found["rope_theta"] *= self._real(name, alpha, 0.0) ** (width / (width - 2))
         return found
+
+    def _said_rope(self) -> tuple[str, dict[str, Any]]:
+        """Return the name and value of the one key that says how positions are turned."""
+        names = [n for n in ("rope_parameters", "rope_scaling") if self.get(n) is not None]
+        name = names[0] if names else "rope_scaling"
+        said = self.get(name, {})
+        if len(names) > 1 or not isinstance(said, dict):
+            raise self.unsupported(name)
+        return name, said
 
     def _rope(
         self, name: str, given: Mapping[str, Any], share: float, known: Sequence[str]
@@ -159,8 +177,8 @@ class Config:
         said = {key: value for key, value in said.items() if key not in _UNUSED}
         theta = said.pop("rope_theta", self.get("rope_theta"))
         if theta is None:
-            raise NoTextModelError("rope_theta is not in config.json, and torch's to know")
-        share = said.pop("partial_rotary_factor", self.get("partial_rotary_factor", share))
+            raise self.missing("rope_theta")
+        share = said.pop("partial_rotary_factor", self._found("partial_rotary_factor", share))
         found: dict[str, Any] = {
             "rope_type": kind,
             "rope_theta": self._real("rope_theta", theta, 1.0),
@@ -181,6 +199,14 @@ class Config:
         if kind == "linear":
             return found
         return {**found, **self._yarn(name, said)}
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a key, null or not."""
+        return name in self._values
+
+    def missing(self, name: str) -> NoTextModelError:
+        """Return the error that a key is missing of which no default is known here."""
+        return NoTextModelError(f"{name} is not in config.json, and torch's to know")
 
     def unsupported(self, name: str) -> NoTextModelError:
         """Return the error that torch has to make out a value."""
@@ -212,10 +238,17 @@ class Config:
         return {**found, "truncate": truncate}
 
     def _found(self, name: str, default: Any) -> Any:
+        if default is not None and self._values.get(name, default) is None:
+            raise self.unsupported(name)  # null is not what a missing key is
         found = self.get(name, default)
         if found is _MISSING:
-            raise NoTextModelError(f"{name} is not in config.json, and torch's to know")
+            raise self.missing(name)
         return found
+
+    def _sized(self, name: str, value: Any, least: int) -> int:
+        if type(value) is int and least <= value <= self._largest:
+            return value
+        raise self.unsupported(name)
 
     def _real(self, name: str, value: Any, least: float) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

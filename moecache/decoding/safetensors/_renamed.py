@@ -13,7 +13,7 @@ from moecache.stores import CheckpointStore
 from moecache.stores._matrices import Matrix
 from moecache.stores._quantized import BESIDE
 
-_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"(.*?)layers\.(\d{1,9})\.(.*)")
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
 # Of families with norms before and behind both parts.
 _PART_NORMS = {
@@ -145,7 +145,7 @@ class RenamedStore:
     is_beside : bool
         As `Family` has it.
     is_tied : bool
-        Whether the head is the embedding, even if the checkpoint has one.
+        Whether the embedding is the head if the checkpoint has none.
 
     Attributes
     ----------
@@ -241,8 +241,6 @@ class RenamedStore:
             if module in modules and f"_{leaf.removeprefix('weight_')}" in BESIDE:
                 continue
             name = self._name(own)
-            if name == HEAD and is_tied:
-                continue
             if name in found:
                 raise NoTextModelError(f"{own} and {found[name]} are one tensor of its family")
             found[name] = own

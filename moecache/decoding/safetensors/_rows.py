@@ -85,7 +85,7 @@ def settings_of(config: Config, row: Row) -> dict[str, Any]:
     if row.share:
         turned = config.size(row.turned, None) if row.turned else None
         share = row.share if turned is None else turned / (width or found["hidden_size"] // heads)
-        found["rope_parameters"] = config.rope(share)
+        found["rope_parameters"] = config.rope(share, is_partial=bool(row.turned))
     return {**found, **row.settings(config)}
 
 

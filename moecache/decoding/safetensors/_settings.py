@@ -7,7 +7,7 @@ from moecache.decoding.safetensors._config import Config
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def qwen(config: Config) -> dict[str, Any]:
+def qwen(config: Config, *, is_normalized: bool = False) -> dict[str, Any]:
     config.require("use_sliding_window", False)
     only, step = config.get("mlp_only_layers", []), config.size("decoder_sparse_step", 1, least=1)
     if not isinstance(only, list):
@@ -16,7 +16,7 @@ def qwen(config: Config) -> dict[str, Any]:
     return {
         "intermediate_size": config.size("intermediate_size"),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
-        "norm_topk_prob": config.flag("norm_topk_prob", False),
+        "norm_topk_prob": config.flag("norm_topk_prob", is_normalized),
         "mlp_only_layers": dense,
     }
 
@@ -29,8 +29,12 @@ def qwen2(config: Config) -> dict[str, Any]:
     }
 
 
-def qwen3(config: Config) -> dict[str, Any]:
-    return {**qwen(config), "attention_bias": config.flag("attention_bias", False)}
+def qwen3(config: Config, *, is_normalized: bool = False) -> dict[str, Any]:
+    """Return Qwen3-MoE's."""
+    return {
+        **qwen(config, is_normalized=is_normalized),
+        "attention_bias": config.flag("attention_bias", False),
+    }
 
 
 def mixtral(config: Config) -> dict[str, Any]:
@@ -90,10 +94,15 @@ def shared(config: Config) -> dict[str, Any]:
 
 def windows(config: Config) -> dict[str, Any]:
     """Return what models say that have sliding windows beside layers that turn nothing."""
+    every, layers = config.get("global_attn_every_n_layers"), range(config.num_layers)
+    if config.get("layer_types") is None and type(every) is int and every > 0:
+        kinds = [SLIDING if (layer + 1) % every else FULL for layer in layers]
+    else:
+        kinds = config.kinds("layer_types", len(layers), (SLIDING, FULL))
     return {
         **shared(config),
         "sliding_window": int(config.real("sliding_window")),
-        "layer_types": config.kinds("layer_types", config.num_layers, (SLIDING, FULL)),
+        "layer_types": kinds,
     }
 
 
@@ -113,9 +122,15 @@ def afmoe(config: Config) -> dict[str, Any]:
 
 def exaone(config: Config) -> dict[str, Any]:
     config.require("scoring_func", "sigmoid")
+    dense: dict[str, Any] = {}
+    if config.get("first_k_dense_replace") is None:
+        kinds = config.kinds("mlp_layer_types", config.num_layers, ("dense", "sparse"))
+        dense["mlp_layer_types"] = kinds
+    else:
+        dense["first_k_dense_replace"] = config.size("first_k_dense_replace")
     return {
         **windows(config),
-        "first_k_dense_replace": config.size("first_k_dense_replace"),
+        **dense,
         "norm_topk_prob": config.flag("norm_topk_prob", True),
         "routed_scaling_factor": config.real("routed_scaling_factor", least=-1.0),
         "n_group": config.size("n_group", least=1),
@@ -125,7 +140,9 @@ def exaone(config: Config) -> dict[str, Any]:
 
 def hy_v3(config: Config) -> dict[str, Any]:
     config.require("norm_topk_prob", True)
-    kinds = config.kinds("mlp_layer_types", config.num_layers, ("dense", "sparse"))
+    usual = ["dense", *["sparse"] * (config.num_layers - 1)]
+    said = config.get("mlp_layer_types") is not None
+    kinds = config.kinds("mlp_layer_types", len(usual), ("dense", "sparse")) if said else usual
     return {
         **shared(config),
         "router_scaling_factor": config.real("router_scaling_factor", least=-1.0),
@@ -139,7 +156,7 @@ def dots1(config: Config) -> dict[str, Any]:
         config.kinds("layer_types", config.num_layers, (FULL,))
     elif config.size("max_window_layers", config.num_layers) < config.num_layers:
         raise config.unsupported("max_window_layers")
-    return {**grouped(config), "sliding_window": None}
+    return {**grouped(config, is_normalized=False), "sliding_window": None}
 
 
 def granite(config: Config) -> dict[str, Any]:
@@ -157,7 +174,7 @@ def granite_shared(config: Config) -> dict[str, Any]:
     return {**granite(config), "shared_intermediate_size": width}
 
 
-def grouped(config: Config) -> dict[str, Any]:
+def grouped(config: Config, *, is_normalized: bool = True) -> dict[str, Any]:
     """Return what models say that choose experts of the best groups, behind dense layers."""
     config.require("moe_layer_freq", 1)
     # Transformers has no other, whatever is said.
@@ -168,7 +185,7 @@ def grouped(config: Config) -> dict[str, Any]:
         "n_shared_experts": config.size("n_shared_experts", least=1),
         "first_k_dense_replace": config.size("first_k_dense_replace"),
         "routed_scaling_factor": config.real("routed_scaling_factor", least=-1.0),
-        "norm_topk_prob": config.flag("norm_topk_prob", True),
+        "norm_topk_prob": config.flag("norm_topk_prob", is_normalized),
         "n_group": config.size("n_group", 1, least=1),
         "topk_group": config.size("topk_group", 1, least=1),
         "attention_bias": config.flag("attention_bias", False),
@@ -180,6 +197,8 @@ def glm4(config: Config) -> dict[str, Any]:
 
 
 def latents(config: Config) -> dict[str, Any]:
+    if not config.has("q_lora_rank"):
+        raise config.missing("q_lora_rank")
     # Some configurations have zero for what has no rank.
     rank = config.size("q_lora_rank", None) or None
     widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -202,6 +221,8 @@ def deepseek2(config: Config) -> dict[str, Any]:
 def deepseek3(config: Config) -> dict[str, Any]:
     config.require("topk_method", "noaux_tc")
     config.require("rope_interleave", True)
+    for name in ("n_group", "topk_group"):
+        config.size(name, least=1)
     return latents(config)
 
 
@@ -209,12 +230,14 @@ def ernie(config: Config) -> dict[str, Any]:
     layers = range(config.num_layers)
     config.require("use_bias", False)
     config.require("moe_norm_min", 1e-12)
+    end = config.get("moe_layer_end_index", -1)
+    end = end if end == -1 else config.size("moe_layer_end_index")
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
         "moe_num_shared_experts": config.size("moe_num_shared_experts"),
         "moe_layer_start_index": config.size("moe_layer_start_index"),
-        "moe_layer_end_index": min(config.size("moe_layer_end_index"), len(layers) - 1),
+        "moe_layer_end_index": len(layers) - 1 if end == -1 else min(end, len(layers) - 1),
         "moe_layer_interval": config.size("moe_layer_interval", 1, least=1),
     }
 
@@ -232,9 +255,9 @@ def hunyuan(config: Config) -> dict[str, Any]:
 def gemma4(config: Config) -> dict[str, Any]:
     """Return Gemma 4's: windows of narrow heads between wide ones."""
     config.require("use_bidirectional_attention", None, "vision", False)
-    config.require("enable_moe_block", True)
-    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
-        config.require(name, 0)
+    config.demand("enable_moe_block", True)
+    config.demand("hidden_size_per_layer_input", 0)
+    config.require("num_kv_shared_layers", 0)
     config.require("use_double_wide_mlp", False)
     kinds = config.kinds("layer_types", config.num_layers, (SLIDING, FULL))
     width, heads = config.size("head_dim", least=1), config.size("num_key_value_heads", least=1)

@@ -42,7 +42,7 @@ def linear(config: Config) -> dict[str, Any]:
 
 
 def qwen3_next(config: Config) -> dict[str, Any]:
-    return {**linear(config), **qwen3(config)}
+    return {**linear(config), **qwen3(config, is_normalized=True)}
 
 
 def nemotron(config: Config) -> dict[str, Any]:
@@ -56,7 +56,9 @@ def nemotron(config: Config) -> dict[str, Any]:
         if len(found) != config.num_layers or "" in found:
             raise config.unsupported("hybrid_override_pattern")
     else:
-        found = config.kinds("layers_block_type", config.num_layers, kinds)
+        older = {"mamba": _LINEAR, "attention": FULL}
+        said = config.kinds("layers_block_type", config.num_layers, (*kinds, *older))
+        found = [older.get(kind, kind) for kind in said]
     config.require("mamba_hidden_act", "silu")
     config.check_time_steps()
     config.require("mlp_bias", False)

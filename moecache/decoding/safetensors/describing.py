@@ -1,9 +1,10 @@
 """Describing: what a checkpoint says of its model, as far as a recipe takes it."""
 
 from dataclasses import replace
+from operator import methodcaller
 
 from moecache.decoding.files.described import Described
-from moecache.decoding.files.known import NoTextModelError, family_of
+from moecache.decoding.files.known import CORRECTION, NoTextModelError, family_of
 from moecache.decoding.gguf._known import KNOWN
 from moecache.decoding.safetensors._config import Config
 from moecache.decoding.safetensors._renamed import RenamedStore
@@ -11,6 +12,7 @@ from moecache.decoding.safetensors._rows import ROWS, settings_of
 from moecache.decoding.safetensors.generation import read_generation
 from moecache.stores.safetensors import SafetensorsStore
 
+_is_correction = methodcaller("endswith", CORRECTION)
 # What its classes are for: a text that goes on.
 _ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
 
@@ -57,6 +59,8 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
         is_beside=family.is_beside,
         is_tied=row.is_tied if is_tied is None else is_tied,
     )
+    if settings.get("use_expert_bias") is False and any(map(_is_correction, renamed.tensor_shapes)):
+        raise NoTextModelError("there are corrections of scores, and use_expert_bias is false")
     directory = store.path if store.path.is_dir() else store.path.parent
     ends, drawn = read_generation(directory / "generation_config.json", config)
     own = renamed.own_layers

@@ -35,9 +35,9 @@ def read_directory(path: Path) -> FileTokenizer:
             "or install transformers: pip install 'moecache[transformers]'"
         )
     text, said = read_text(files.tokenizer), files.config
-    special = {name: _token(said.get(f"{name}_token")) for name in _NAMES}
-    known = {name: token.content for name, token in special.items() if token is not None}
     try:
+        special = {name: _token(said.get(f"{name}_token")) for name in _NAMES}
+        known = {name: token.content for name, token in special.items() if token is not None}
         found = Tokenizer.from_str(text)
         # A text is as long as it is.
         found.no_truncation()

@@ -1,5 +1,6 @@
 """The files of a checkpoint's tokenizer, as far as they can be read without tokenizers."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +89,12 @@ def _template(directory: Path, config: dict[str, Any]) -> str | dict[str, str] |
         found = {
             one["name"]: one["template"]
             for one in found
-            if isinstance(one, dict) and {"name", "template"} <= one.keys()
+            if isinstance(one, dict) and isinstance(one.get("name"), str) and "template" in one
         }
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"{directory}: the chat template has a lone surrogate") from error
     if isinstance(found, str):
         return {"default": found, **others} if others else found
     several = {**(found if isinstance(found, dict) else {}), **others}

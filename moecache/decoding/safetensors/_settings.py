@@ -178,7 +178,7 @@ def grouped(config: Config, *, is_normalized: bool = True) -> dict[str, Any]:
     """Return what models say that choose experts of the best groups, behind dense layers."""
     config.require("moe_layer_freq", 1)
     # Transformers has no other, whatever is said.
-    config.require("scoring_func", "sigmoid", "softmax")
+    config.require("scoring_func", "sigmoid", "softmax", "noaux_tc")
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),

@@ -31,10 +31,6 @@ class TensorStore(Protocol):
         """The quantized matrices that are no experts', and their tensors."""
 
     @property
-    def trunk_bytes(self) -> int:
-        """Bytes of all tensors but the experts'."""
-
-    @property
     def is_f32(self) -> bool:
         """Whether weights that are numbers are multiplied by float32, not by bfloat16."""
 

@@ -205,11 +205,6 @@ class RenamedStore:
         stored = (self._store.tensor_entry(self._names[name]) for name in plain)
         return all(entry.dtype_name != "BF16" for entry in stored)
 
-    @property
-    def trunk_bytes(self) -> int:
-        """Bytes of the trunk as it is stored, without layers that guess further tokens."""
-        return sum(self._nbytes(name) for name in self._names if ".nextn." not in name)
-
     def read_tensor(self, name: str) -> np.ndarray:
         """Return a tensor's numbers; of a quantized one, its values in float32."""
         own = self._names[name]
@@ -290,13 +285,6 @@ class RenamedStore:
         if self._has_wide_routers and name.endswith(".ffn_gate_inp.weight"):
             return lambda found: found
         return None
-
-    def _nbytes(self, name: str) -> int:
-        if name in self.trunk_matrices:
-            matrix, _ = self.trunk_matrices[name]
-            return int(matrix.format.nbytes(matrix.rows, matrix.columns))
-        own = self._names[name]
-        return self._store.tensor_entry(own).nbytes // (1 + own.endswith(_BOTH))
 
 
 def _own_layers(layout: ExpertLayout, num_layers: int) -> tuple[list[str], ExpertLayout]:

@@ -265,7 +265,7 @@ def test_an_argument_that_nothing_takes_is_named_before_anything_is_read(
     [
         ({"dtype": "b16"}, "dtype 'b16' is no type of weights; give for example bfloat16"),
         ({"dtype": int}, "dtype <class 'int'> is no type"),
-        ({"dtype": object()}, "is no type of weights"),
+        ({"dtype": b"bf16"}, "is no type of weights"),
         ({"attn_implementation": "bogus"}, "attn_implementation cannot be used: .*bogus"),
     ],
     ids=str,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moecache import cli
 from moecache.commands import without_torch
 from moecache.decoding.files.continuing import continue_text, open_prefixes, sampling_of
 from moecache.decoding.files.opening import open_text_model, read_tokenizer
@@ -96,6 +97,18 @@ def test_what_torch_is_needed_for(path: Path) -> None:
         assert why == "torch multiplies its experts unless --compute is fast"
         why = without_torch.why_torch(_arguments("compute=fast"), store, is_chat=False)
         assert why == "it has no tokenizer.json"
+
+
+def test_inspect_says_which_way(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the memory that the trunk takes there."""
+    with open_text_model(path, "50%") as model:
+        report = model.report()
+    for checkpoint, wanted in (
+        (path, f"without torch; the {report.splitlines()[0].replace('trunk', 'trunk takes')} then"),
+        (path.parent / "plain", "with torch: it has no tokenizer.json"),
+    ):
+        cli.main(["inspect", str(checkpoint)])
+        assert f"text of qwen3_moe: {wanted}\n" in capsys.readouterr().out
 
 
 def test_without_torch_what_needs_it_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

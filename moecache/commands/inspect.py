@@ -15,7 +15,7 @@ from moecache.commands.arguments import add_option
 from moecache.commands.paths import HUB_NAMES, hub_path, printable
 from moecache.cuda import check_experts
 from moecache.decoding.families import has_kernels, has_recipe
-from moecache.errors import ConfigError, StoreError
+from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(f"{printable(store.path)}  {kind}", style="bold")
         left_out = store.leave_mtp_out()
         layout = store.layout
-        quantized = _quantized(store)
+        quantized, way_of_texts = _quantized(store), _text_way(store)
         if layout.total_experts == 0:
             console.print("no experts: not a mixture-of-experts model, or of an unknown form")
             return 1
@@ -122,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         if is_called and _turns_alike(store.config):
             way += "; prompts in parts, a call each"
         console.print(f"tokens of {kind}: {way}")
+        console.print(printable(f"text of {kind}: {way_of_texts}"))
     if gpu is None and planned.capacity < planned.num_experts and is_computed:
         _suggest_form(console, arguments.path)
     left = (free_host_bytes() if gpu is None else gpu.free_bytes()) - planned.slots_bytes
@@ -134,6 +135,17 @@ def run(arguments: argparse.Namespace) -> int:
             style="yellow",
         )
     return 0
+
+
+def _text_way(store: CheckpointStore) -> str:
+    """Return how commands write the checkpoint's texts."""
+    # Of no use to --help.
+    from moecache.commands.without_torch import text_way
+
+    try:
+        return text_way(store)
+    except MoeCacheError as error:
+        return f"cannot be written: {error}"
 
 
 def _turns_alike(config: Mapping[str, Any]) -> bool:

@@ -32,6 +32,7 @@ from moecache.errors import MissingDependencyError
 from moecache.kernels import default_compute
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.stores import CheckpointStore, SafetensorsStore
+from moecache.units import format_bytes
 
 if TYPE_CHECKING:
     from moecache.decoding.files.served import Served
@@ -45,10 +46,9 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is
     MissingDependencyError
         If torch is missing, or a small package that would do instead of it.
     """
-    has_torch = importlib.util.find_spec("torch") is not None
-    why = _why_torch(arguments, store, has_torch=has_torch)
+    why = _why_torch(arguments, store)
     if why:
-        if has_torch or isinstance(store, str):
+        if _has_torch() or isinstance(store, str):
             return why
         raise MissingDependencyError(
             f"{store.path}: {why}, and torch is not installed; install it with: "
@@ -59,7 +59,7 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is
         missing.append("jinja2 of 3.1.6 or later")
     if not missing:
         return ""
-    if not has_torch:
+    if not _has_torch():
         raise MissingDependencyError(
             f"text of this model needs {' and '.join(missing)}; install them with: "
             "pip install 'moecache[text]'"
@@ -67,9 +67,19 @@ def why_torch(arguments: argparse.Namespace, store: str | CheckpointStore, *, is
     return f"{missing[0]} is not installed"
 
 
-def _why_torch(
-    arguments: argparse.Namespace, store: str | CheckpointStore, *, has_torch: bool
-) -> str:
+def _usual_compute(store: CheckpointStore) -> str:
+    """Return what multiplies if nobody says it.
+
+    Experts in numbers are torch's where it is there: its bits are transformers'.
+    """
+    return default_compute(store.layout) if _has_torch() else "fast"
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _why_torch(arguments: argparse.Namespace, store: str | CheckpointStore) -> str:
     """Return why torch has to compute a model; "" if programs can."""
     if isinstance(store, str):
         return "it is a name on the hub"
@@ -83,17 +93,30 @@ def _why_torch(
             return f"{option} is computed by torch's way"
     if num_ranks() > 1:
         return "experts are spread over ranks"
-    # Experts in numbers are multiplied by torch where it is there: its bits are transformers'.
-    usual = default_compute(store.layout) if has_torch else "fast"
-    if (arguments.compute or usual) == "torch":
+    if (arguments.compute or _usual_compute(store)) == "torch":
         return "torch multiplies its experts unless --compute is fast"
+    return _why_files_fail(store)[0]
+
+
+def text_way(store: CheckpointStore) -> str:
+    """Return how commands write the texts of an open checkpoint, for those who ask."""
+    why, said = _why_files_fail(store)
+    if why or said is None:
+        return f"with torch: {why}"
+    is_torchs = _usual_compute(store) == "torch"
+    option = ", with --compute fast" if is_torchs else ""
+    return f"without torch{option}; the trunk takes {format_bytes(said.trunk_bytes)} then"
+
+
+def _why_files_fail(store: CheckpointStore) -> tuple[str, FileModel | None]:
+    """Return why files alone do not say all of a model, "" if they do; and what they say."""
     try:
-        FileModel(store)
+        said = FileModel(store)
     except NoTextModelError as error:
-        return str(error)
+        return str(error), None
     if isinstance(store, SafetensorsStore):
-        return find_tokenizer_files(store.path).why_transformers
-    return ""
+        return find_tokenizer_files(store.path).why_transformers, said
+    return "", said
 
 
 class FileTexts:

@@ -282,3 +282,13 @@ def test_a_factory_gives_each_layer_its_own() -> None:
         )
     with pytest.raises(ConfigError, match="1 pinned keys; unpin them first"):
         replay(trace, pinned, 24)
+
+
+def test_an_error_of_a_factory_is_its_own() -> None:
+    """One that is called as it should be, and fails."""
+
+    def make(capacity: int, *, num_keys: int) -> object:
+        return len(capacity)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=r"has no len\(\)"):
+        replay(random_trace(), make, 40)

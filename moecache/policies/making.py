@@ -1,6 +1,7 @@
 """Policies made for a cache: from a name, a class, a function or an object."""
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
@@ -159,16 +160,24 @@ def _make_given(policy: Factory | object, parts: list[Part]) -> list[Policy]:
 
 def _call(make: Factory, part: Part) -> object:
     try:
-        return make(part.capacity, num_keys=part.num_keys)
+        inspect.signature(make).bind(part.capacity, num_keys=part.num_keys)
     except TypeError as error:
-        traceback = error.__traceback__
-        if traceback is not None and traceback.tb_next is not None:
-            raise  # of the factory's own code
-        name = policy_name(make)
-        raise ConfigError(
-            f"{name} is called as {name}(capacity, num_keys=...): {error}; give a function that "
-            f"makes one of these, such as lambda capacity, num_keys: {name}(..., num_keys=num_keys)"
-        ) from error
+        raise _wrong_call(make, error) from error
+    except ValueError:
+        # Compiled: its call tells.
+        try:
+            return make(part.capacity, num_keys=part.num_keys)
+        except TypeError as error:
+            raise _wrong_call(make, error) from error
+    return make(part.capacity, num_keys=part.num_keys)
+
+
+def _wrong_call(make: Factory, error: TypeError) -> ConfigError:
+    name = policy_name(make)
+    return ConfigError(
+        f"{name} is called as {name}(capacity, num_keys=...): {error}; give a function that "
+        f"makes one of these, such as lambda capacity, num_keys: {name}(..., num_keys=num_keys)"
+    )
 
 
 def _wrap(given: object, capacity: int, num_keys: int) -> Policy:

@@ -23,6 +23,7 @@ from tests.helpers.families import FAMILIES
 from tests.helpers.gguf_tokenizers import byte_level
 from tests.helpers.pages import run_child
 from tests.helpers.serving import serving_file
+from tests.helpers.without_torch import RUN, greedy_text
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("torch")
@@ -31,14 +32,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
-RUN = """
-import sys
-from moecache.cli import main
-code = main(sys.argv[1:])
-sys.stdout.flush()
-print("torch" in sys.modules, "transformers" in sys.modules, file=sys.stderr)
-sys.exit(code)
-"""
 WIDE = {"vocab_size": 704, "max_position_embeddings": 512}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -72,15 +65,11 @@ def test_generate_writes_a_text_without_torch(path: Path) -> None:
     """The model's own text, as a prompt and as a conversation."""
     with open_text_model(path, "50%") as model:
         tokenizer = read_tokenizer(model.runtime.store)  # type: ignore[arg-type]
-        cache, out = model.new_cache(), list[int]()
-        logits = model.read(tokenizer.encode("hello, world"), cache)
-        for _ in range(8):
-            out.append(int(logits.argmax()))
-            logits = model.read(out[-1:], cache)
+        text = greedy_text(model, tokenizer, "hello, world", 8)
     options = ["--memory", "50%", "--max-new-tokens", "8"]
     done = run_child(RUN, "generate", path, "hello, world", *options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip("\n") == tokenizer.decode(out, skip_special_tokens=True)
+    assert done.stdout.rstrip("\n") == text
     assert done.stderr.splitlines()[-1] == "False False"
     chat = run_child(RUN, "generate", path, "hello, world", "--chat", *options)
     assert chat.stdout == done.stdout

@@ -26,6 +26,7 @@ from moecache.stores import open_store
 from tests.helpers.gguf_texts import write_text_file
 from tests.helpers.leaks import nothing_left
 from tests.helpers.pages import run_child
+from tests.helpers.without_torch import RUN, greedy_text
 
 pytest.importorskip("gguf")
 pytest.importorskip("torch")
@@ -43,33 +44,19 @@ def _text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_file(tmp_path_factory.mktemp("text") / "model.gguf")
 
 
-RUN = """
-import sys
-from moecache.cli import main
-code = main(sys.argv[1:])
-sys.stdout.flush()
-print("torch" in sys.modules, "transformers" in sys.modules, file=sys.stderr)
-sys.exit(code)
-"""
-
-
 def test_generate_writes_a_text_without_torch(text_file: Path) -> None:
     """The model's own text; the summary and the exit code are those of torch's way."""
     from moecache.decoding.gguf.tokenizer import read_tokenizer
 
     with open_text_model(text_file, "50%") as model:
         tokenizer = read_tokenizer(model.runtime.store.metadata)
-        cache, out = model.new_cache(), list[int]()
-        logits = model.read(tokenizer.encode("hello, world"), cache)
-        for _ in range(8):
-            out.append(int(logits.argmax()))
-            logits = model.read(out[-1:], cache)
+        text = greedy_text(model, tokenizer, "hello, world", 8)
     options = ["--memory", "50%", "--max-new-tokens", "8"]
     done = run_child(RUN, "generate", text_file, "hello, world", *options)
     assert done.returncode == 0, done.stderr
     chat = run_child(RUN, "generate", text_file, "hello", "--chat", *options)
     assert chat.stdout == done.stdout
-    assert done.stdout.rstrip("\n") == tokenizer.decode(out, skip_special_tokens=True)
+    assert done.stdout.rstrip("\n") == text
     assert "8 tokens, " in done.stderr
     assert done.stderr.splitlines()[-1] == "False False"
 

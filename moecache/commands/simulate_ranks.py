@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--network",
         metavar="LIST",
         help=f"between them: {', '.join(NETWORKS)}, or a rate and a latency, 40Gbit/s:5us "
-        f"(default: {DEFAULT_NETWORK})",
+        f"or 1.18GB/s:500us (default: {DEFAULT_NETWORK})",
     )
     group.add_argument(
         "--row-bytes",

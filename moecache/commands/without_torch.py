@@ -115,7 +115,7 @@ def _why_files_fail(store: CheckpointStore) -> tuple[str, FileModel | None]:
     except NoTextModelError as error:
         return str(error), None
     if isinstance(store, SafetensorsStore):
-        return find_tokenizer_files(store.path).why_transformers, said
+        return find_tokenizer_files(store.directory).why_transformers(), said
     return "", said
 
 

@@ -21,7 +21,7 @@ TOP_K_NAMES = (
     "num_selected_experts",
     "moe_top_k",
 )
-_MAX_JSON_BYTES = 2**28
+_MOST_BYTES = 2**28
 # Larger numbers are impossible all the same, and may have thousands of digits.
 _MOST_EXPERTS = 2**31
 
@@ -95,14 +95,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return {} if status_of(path, follow=False) is None else _read_json(path)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_small(path: Path) -> bytearray:
+    """Return the bytes of a file that lies beside the weights."""
     file = ReadOnlyFile(path)
     size = file.nbytes
-    if size > _MAX_JSON_BYTES:
-        raise FormatError(f"{path}: has {size} bytes, too many for JSON")
-    text = bytearray(size)
+    if size > _MOST_BYTES:
+        raise FormatError(f"{path}: has {size} bytes, too many for a file beside the weights")
+    found = bytearray(size)
     if size:
-        file.read(0, [memoryview(text)], "it")
+        file.read(0, [memoryview(found)], "it")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    text = read_small(path)
     check_layers(path, text)
     try:
         document = json.loads(text)

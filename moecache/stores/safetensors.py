@@ -71,7 +71,7 @@ class SafetensorsStore(CheckpointStore):
         layers: Collection[str] | None = None,
     ) -> None:
         found = find_path(path)
-        directory = found if is_directory(found) else found.parent
+        self.directory = directory = found if is_directory(found) else found.parent
         self.config = read_config(directory / "config.json")
         weight_map = read_weight_map(found)
         files = [ReadOnlyFile(file) for file in find_files(found, weight_map)]

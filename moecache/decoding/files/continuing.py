@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from moecache.decoding.sampler import Sampling
 from moecache.decoding.text import continue_text, keep_pages
 from moecache.errors import ConfigError
 from moecache.kernels import level
+from moecache.units import parse_bytes
 
 __all__ = ["continue_text", "open_prefixes", "prompt_of", "sampling_of"]
 
@@ -64,21 +66,27 @@ def sampling_of(model: TextModel, seed: int = 0, **given: Any) -> Sampling:
 
 
 def open_prefixes(
-    model: TextModel, max_bytes: int, *, directory: Path | None = None, max_disk_bytes: int = 0
+    model: TextModel,
+    max_bytes: int | str,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    max_disk_bytes: int | str = 0,
 ) -> PrefixCache:
     """Return a cache of texts' pages for a model.
 
     Parameters
     ----------
     model : TextModel
-    max_bytes : int
+    max_bytes : int or str
         Of memory.
-    directory : Path, optional
+    directory : str or Path, optional
         Where pages are written to as well.
-    max_disk_bytes : int, default 0
+    max_disk_bytes : int or str, default 0
 
     Raises
     ------
+    ConfigError
+        If a size is none.
     StoreError
         If the directory cannot be used.
     """
@@ -92,5 +100,9 @@ def open_prefixes(
     }
     identity = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).digest()
     return keep_pages(
-        model, identity, max_bytes, directory=directory, max_disk_bytes=max_disk_bytes
+        model,
+        identity,
+        parse_bytes(max_bytes),
+        directory=None if directory is None else Path(directory),
+        max_disk_bytes=parse_bytes(max_disk_bytes),
     )

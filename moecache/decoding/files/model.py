@@ -21,10 +21,10 @@ from moecache.units import format_bytes
 class TextModel(ProgramModel):
     """A mixture-of-experts model of files, with its experts in a bounded number of slots.
 
-    Hidden states are float32 from the embedding to the logits, keys and values bfloat16, states of
-    the type that the files' own loop has. A token's
-    bits depend neither on where a prompt is cut, nor on slots or threads. A context manager. For
-    one thread at a time. Its runtime is closed with it.
+    Hidden states are float32 from the embedding to the logits, keys and values bfloat16; states are
+    float32, and bfloat16 of a checkpoint in that type, as transformers has them. A token's bits
+    depend neither on where a prompt is cut, nor on slots or threads. A context manager. For one
+    thread at a time. Its runtime is closed with it.
 
     Made by `opening.open_text_model`.
     """

@@ -11,7 +11,7 @@ from moecache.decoding.files.trunk import Trunk
 from moecache.decoding.program_model import PROMPT_TOKENS
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.runtime.open import open as open_runtime
-from moecache.stores import CheckpointStore, GgufStore, open_store
+from moecache.stores import CheckpointStore, GgufStore, SafetensorsStore, open_store
 from moecache.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -41,9 +41,11 @@ def read_tokenizer(store: CheckpointStore) -> "FileTokenizer":
         from moecache.decoding.gguf import tokenizer
 
         return tokenizer.read_tokenizer(store.metadata)
-    from moecache.decoding.safetensors.tokenizer import read_directory
+    if isinstance(store, SafetensorsStore):
+        from moecache.decoding.safetensors.tokenizer import read_directory
 
-    return read_directory(store.path)
+        return read_directory(store.directory)
+    raise ConfigError(f"{store.path}: no tokenizer is known for {type(store).__name__}")
 
 
 def open_text_model(

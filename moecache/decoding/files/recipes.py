@@ -33,29 +33,22 @@ class FileModel:
 
     Attributes
     ----------
-    tensors : TensorStore
-    settings : mapping
-        As transformers' configuration has them.
+    tensors, settings, ends, drawn, own_layers, state_type
+        As `Described` has them.
     facts : Facts
     num_layers, context : int
         Layers; positions that a text may have.
-    ends : frozenset of int
-        Tokens with which the model ends its texts.
-    drawn : mapping
-        Fields of `Sampling`, as its texts are drawn by default.
-    own_layers : list of str or None
-        Of the store's layers with experts, those that the model runs; `None` for all.
-    state_type : {"f32", "bf16"}
-        Type of texts' states.
     gate : mapping
         How experts' gates are computed: options of `SlotKernel`.
 
     Raises
     ------
     NoTextModelError
-        If it takes more than a recipe of a file says.
+        If it takes more than a recipe of files says.
     ConfigError
         If the metadata are malformed.
+    StoreError
+        If a file beside the weights cannot be read; a FormatError if one is damaged.
     """
 
     def __init__(self, store: CheckpointStore) -> None:

@@ -87,8 +87,8 @@ class Trunk:
         # One more than compute forms: another reads meanwhile.
         self._pool = ThreadPoolExecutor(min(_MOST_THREADS, num_threads() + 1), "moecache-trunk")
         # An embedding of numbers that is the head, too, is there once.
-        self._is_shared = HEAD not in self._names and EMBEDDING not in self._matrices
-        self._rows = None if self._is_shared else self._pool.submit(self._read_rows)
+        is_shared = HEAD not in self._names and EMBEDDING not in self._matrices
+        self._rows = None if is_shared else self._pool.submit(self._read_rows)
         self._found: dict[str, Future[Any]] = {
             name: self._pool.submit(self._read, name) for name in order
         }

@@ -1,7 +1,7 @@
 """A checkpoint's config.json, read key by key as transformers' configurations have it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from moecache.decoding.files.known import NoTextModelError
@@ -30,6 +30,8 @@ class Config:
     kind : str
         Its `model_type`, of the text's part if there are several.
 
+    Notes
+    -----
     Methods raise a `NoTextModelError` for what they cannot use: transformers may.
     """
 
@@ -61,13 +63,6 @@ class Config:
         kinds = self.get("layers_block_type")
         usual = len(kinds) if isinstance(kinds, list) else _MISSING
         return int(self.size("num_hidden_layers", usual, least=1))
-
-    def check_time_steps(self) -> None:
-        """Raise the error of `unsupported` if state spaces have bounds of their steps in time."""
-        said = self.get("time_step_limit", [0, math.inf])
-        endless = (math.inf, {"__float__": "Infinity"})
-        if not isinstance(said, list) or len(said) != 2 or said[0] != 0 or said[1] not in endless:
-            raise self.unsupported("time_step_limit")
 
     def count(self, *names: str) -> int:
         """Return a number, at least 1, which goes by one of some names, or for each layer."""
@@ -101,10 +96,13 @@ class Config:
         if self.get(name) not in allowed:
             raise self.unsupported(name)
 
-    def kinds(self, name: str, count: int, allowed: Sequence[str]) -> list[str]:
-        """Return the kind of each layer."""
-        found = self.get(name)
-        if isinstance(found, list) and len(found) == count and set(map(str, found)) <= {*allowed}:
+    def kinds(
+        self, name: str, allowed: Collection[str], usual: Sequence[str] | None = None
+    ) -> list[str]:
+        """Return the kind of each layer; `usual` where nothing says it, if it is given."""
+        found = self.get(name, usual)
+        is_list = isinstance(found, list) and len(found) == self.num_layers
+        if is_list and set(map(str, found)) <= {*allowed}:
             return list(found)
         raise self.unsupported(name)
 

@@ -11,8 +11,6 @@ from moecache.decoding.safetensors._config import Config
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
-Settings = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Row:
@@ -92,26 +90,13 @@ def settings_of(config: Config, row: Row) -> dict[str, Any]:
 # By `model_type`.
 ROWS: Mapping[str, Row] = {
     "afmoe": Row("afmoe", "Afmoe", _settings.afmoe, head_dim=128),
-    "dots1": Row("dots1", "Dots1", _settings.dots1),
-    "exaone_moe": Row("exaone-moe", "ExaoneMoe", _settings.exaone),
-    "granitemoe": Row("granitemoe", "GraniteMoe", _settings.granite),
-    "granitemoehybrid": Row("granitehybrid", "GraniteMoeHybrid", _stateful.granite_hybrid),
-    "granitemoeshared": Row("granitemoe", "GraniteMoeShared", _settings.granite_shared),
-    "hy_v3": Row("hy_v3", "HYV3", _settings.hy_v3, head_dim=128),
-    "nemotron_h": Row(
-        "nemotron_h_moe",
-        "NemotronH",
-        _stateful.nemotron,
-        head_dim=128,
-        share=0.0,
-        epsilon="layer_norm_epsilon",
-        activation=("mlp_hidden_act", "relu2"),
-    ),
     "deepseek_v2": Row("deepseek2", "DeepseekV2", _settings.deepseek2),
     "deepseek_v3": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
+    "dots1": Row("dots1", "Dots1", _settings.dots1),
     "ernie4_5_moe": Row(
         "ernie4_5-moe", "Ernie4_5_Moe", _settings.ernie, is_tied=True, has_wide_routers=True
     ),
+    "exaone_moe": Row("exaone-moe", "ExaoneMoe", _settings.exaone),
     "gemma4_text": Row(
         "gemma4",
         "Gemma4",
@@ -124,19 +109,32 @@ ROWS: Mapping[str, Row] = {
     "gpt_oss": Row(
         "gpt-oss", "GptOss", _settings.gpt_oss, gate=_settings.gpt_oss_gate, head_dim=64
     ),
+    "granitemoe": Row("granitemoe", "GraniteMoe", _settings.granite),
+    "granitemoehybrid": Row("granitehybrid", "GraniteMoeHybrid", _stateful.granite_hybrid),
+    "granitemoeshared": Row("granitemoe", "GraniteMoeShared", _settings.granite_shared),
     "hunyuan_v1_moe": Row(
         "hunyuan-moe", "HunYuanMoEV1", _settings.hunyuan, share=0.0, has_wide_routers=True
     ),
+    "hy_v3": Row("hy_v3", "HYV3", _settings.hy_v3, head_dim=128),
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
     ),
     "mixtral": Row("llama", "Mixtral", _settings.mixtral),
+    "nemotron_h": Row(
+        "nemotron_h_moe",
+        "NemotronH",
+        _stateful.nemotron,
+        head_dim=128,
+        share=0.0,
+        epsilon="layer_norm_epsilon",
+        activation=("mlp_hidden_act", "relu2"),
+    ),
     "olmoe": Row("olmoe", "Olmoe", _settings.olmoe),
     "qwen2_moe": Row("qwen2moe", "Qwen2Moe", _settings.qwen2),
     "qwen3_5_moe_text": Row("qwen35moe", "Qwen3_5Moe", _stateful.linear, head_dim=256, share=0.25),
     "qwen3_moe": Row("qwen3moe", "Qwen3Moe", _settings.qwen3),
-    "qwen3_vl_moe_text": Row("qwen3vlmoe", "Qwen3VLMoe", _settings.qwen3),
     "qwen3_next": Row("qwen3next", "Qwen3Next", _stateful.qwen3_next, head_dim=256, share=0.25),
+    "qwen3_vl_moe_text": Row("qwen3vlmoe", "Qwen3VLMoe", _settings.qwen3),
 }

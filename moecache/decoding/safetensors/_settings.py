@@ -30,7 +30,6 @@ def qwen2(config: Config) -> dict[str, Any]:
 
 
 def qwen3(config: Config, *, is_normalized: bool = False) -> dict[str, Any]:
-    """Return Qwen3-MoE's."""
     return {
         **qwen(config, is_normalized=is_normalized),
         "attention_bias": config.flag("attention_bias", False),
@@ -38,13 +37,11 @@ def qwen3(config: Config, *, is_normalized: bool = False) -> dict[str, Any]:
 
 
 def mixtral(config: Config) -> dict[str, Any]:
-    width = config.size("intermediate_size", least=1)
-    return {"intermediate_size": width, **window(config)}
-
-
-def window(config: Config) -> dict[str, Any]:
     window = config.real("sliding_window", None)
-    return {"sliding_window": None if window is None else int(window)}
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "sliding_window": None if window is None else int(window),
+    }
 
 
 def olmoe(config: Config) -> dict[str, Any]:
@@ -57,16 +54,12 @@ def olmoe(config: Config) -> dict[str, Any]:
 
 
 def gpt_oss(config: Config) -> dict[str, Any]:
-    layers = range(config.num_layers)
-    usual = [FULL if layer % 2 else SLIDING for layer in layers]
-    said = config.get("layer_types") is not None
+    usual = [FULL if layer % 2 else SLIDING for layer in range(config.num_layers)]
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
         "attention_bias": config.flag("attention_bias", True),
         "sliding_window": int(config.real("sliding_window")),
-        "layer_types": (
-            config.kinds("layer_types", len(layers), (SLIDING, FULL)) if said else usual
-        ),
+        "layer_types": config.kinds("layer_types", (SLIDING, FULL), usual),
     }
 
 
@@ -94,15 +87,13 @@ def shared(config: Config) -> dict[str, Any]:
 
 def windows(config: Config) -> dict[str, Any]:
     """Return what models say that have sliding windows beside layers that turn nothing."""
-    every, layers = config.get("global_attn_every_n_layers"), range(config.num_layers)
-    if config.get("layer_types") is None and type(every) is int and every > 0:
-        kinds = [SLIDING if (layer + 1) % every else FULL for layer in layers]
-    else:
-        kinds = config.kinds("layer_types", len(layers), (SLIDING, FULL))
+    every, usual = config.size("global_attn_every_n_layers", None, least=1), None
+    if every is not None:
+        usual = [SLIDING if (layer + 1) % every else FULL for layer in range(config.num_layers)]
     return {
         **shared(config),
         "sliding_window": int(config.real("sliding_window")),
-        "layer_types": kinds,
+        "layer_types": config.kinds("layer_types", (SLIDING, FULL), usual),
     }
 
 
@@ -124,8 +115,7 @@ def exaone(config: Config) -> dict[str, Any]:
     config.require("scoring_func", "sigmoid")
     dense: dict[str, Any] = {}
     if config.get("first_k_dense_replace") is None:
-        kinds = config.kinds("mlp_layer_types", config.num_layers, ("dense", "sparse"))
-        dense["mlp_layer_types"] = kinds
+        dense["mlp_layer_types"] = config.kinds("mlp_layer_types", ("dense", "sparse"))
     else:
         dense["first_k_dense_replace"] = config.size("first_k_dense_replace")
     return {
@@ -141,19 +131,17 @@ def exaone(config: Config) -> dict[str, Any]:
 def hy_v3(config: Config) -> dict[str, Any]:
     config.require("norm_topk_prob", True)
     usual = ["dense", *["sparse"] * (config.num_layers - 1)]
-    said = config.get("mlp_layer_types") is not None
-    kinds = config.kinds("mlp_layer_types", len(usual), ("dense", "sparse")) if said else usual
     return {
         **shared(config),
         "router_scaling_factor": config.real("router_scaling_factor", least=-1.0),
-        "mlp_layer_types": kinds,
+        "mlp_layer_types": config.kinds("mlp_layer_types", ("dense", "sparse"), usual),
         "attention_bias": config.flag("attention_bias", False),
     }
 
 
 def dots1(config: Config) -> dict[str, Any]:
     if config.get("layer_types") is not None:
-        config.kinds("layer_types", config.num_layers, (FULL,))
+        config.kinds("layer_types", (FULL,))
     elif config.size("max_window_layers", config.num_layers) < config.num_layers:
         raise config.unsupported("max_window_layers")
     return {**grouped(config, is_normalized=False), "sliding_window": None}
@@ -227,7 +215,7 @@ def deepseek3(config: Config) -> dict[str, Any]:
 
 
 def ernie(config: Config) -> dict[str, Any]:
-    layers = range(config.num_layers)
+    last = config.num_layers - 1
     config.require("use_bias", False)
     config.require("moe_norm_min", 1e-12)
     end = config.get("moe_layer_end_index", -1)
@@ -237,13 +225,12 @@ def ernie(config: Config) -> dict[str, Any]:
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
         "moe_num_shared_experts": config.size("moe_num_shared_experts"),
         "moe_layer_start_index": config.size("moe_layer_start_index"),
-        "moe_layer_end_index": len(layers) - 1 if end == -1 else min(end, len(layers) - 1),
+        "moe_layer_end_index": last if end == -1 else min(end, last),
         "moe_layer_interval": config.size("moe_layer_interval", 1, least=1),
     }
 
 
 def hunyuan(config: Config) -> dict[str, Any]:
-    """Return Hunyuan's."""
     usual = config.size("hidden_size", least=1) // config.size("num_attention_heads", least=1)
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
@@ -259,7 +246,7 @@ def gemma4(config: Config) -> dict[str, Any]:
     config.demand("hidden_size_per_layer_input", 0)
     config.require("num_kv_shared_layers", 0)
     config.require("use_double_wide_mlp", False)
-    kinds = config.kinds("layer_types", config.num_layers, (SLIDING, FULL))
+    kinds = config.kinds("layer_types", (SLIDING, FULL))
     width, heads = config.size("head_dim", least=1), config.size("num_key_value_heads", least=1)
     # Newer releases say it by layers; all of one kind have the same.
     by_layer = config.get("per_layer_config", {})

@@ -1,20 +1,22 @@
 """What families say in config.json whose layers hold states, or are of one part."""
 
+import math
 from typing import Any
 
 from moecache.decoding.safetensors._config import Config
 from moecache.decoding.safetensors._settings import FULL, granite_shared, qwen3
 
 _LINEAR = "linear_attention"
+# As published.
+_OLDER = {"mamba": _LINEAR, "attention": FULL}
 
 
 def lfm2(config: Config) -> dict[str, Any]:
-    layers = range(config.num_layers)
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
         "num_dense_layers": config.size("num_dense_layers"),
-        "layer_types": config.kinds("layer_types", len(layers), ("conv", FULL)),
+        "layer_types": config.kinds("layer_types", ("conv", FULL)),
         "conv_L_cache": config.size("conv_L_cache", least=1),
         "conv_bias": config.flag("conv_bias", False),
         "use_expert_bias": config.flag("use_expert_bias", True),
@@ -24,15 +26,11 @@ def lfm2(config: Config) -> dict[str, Any]:
 
 
 def linear(config: Config) -> dict[str, Any]:
-    layers = range(config.num_layers)
-    interval = config.size("full_attention_interval", 4, least=1)
-    usual = [_LINEAR if (layer + 1) % interval else FULL for layer in layers]
-    said = config.get("layer_types") is not None
+    every = config.size("full_attention_interval", 4, least=1)
+    usual = [_LINEAR if (layer + 1) % every else FULL for layer in range(config.num_layers)]
     sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     return {
-        "layer_types": (
-            config.kinds("layer_types", len(layers), (_LINEAR, FULL)) if said else usual
-        ),
+        "layer_types": config.kinds("layer_types", (_LINEAR, FULL), usual),
         "attention_bias": config.flag("attention_bias", False),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
         "shared_expert_intermediate_size": config.size("shared_expert_intermediate_size", least=1),
@@ -56,11 +54,10 @@ def nemotron(config: Config) -> dict[str, Any]:
         if len(found) != config.num_layers or "" in found:
             raise config.unsupported("hybrid_override_pattern")
     else:
-        older = {"mamba": _LINEAR, "attention": FULL}
-        said = config.kinds("layers_block_type", config.num_layers, (*kinds, *older))
-        found = [older.get(kind, kind) for kind in said]
+        said = config.kinds("layers_block_type", (*kinds, *_OLDER))
+        found = [_OLDER.get(kind, kind) for kind in said]
     config.require("mamba_hidden_act", "silu")
-    config.check_time_steps()
+    _check_time_steps(config)
     config.require("mlp_bias", False)
     sizes = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
     return {
@@ -83,16 +80,23 @@ def nemotron(config: Config) -> dict[str, Any]:
 
 def granite_hybrid(config: Config) -> dict[str, Any]:
     """Return Granite 4's: layers of attention beside state spaces."""
-    config.check_time_steps()
+    _check_time_steps(config)
     config.require("position_embedding_type", None, "rope", "nope")
-    older = {"mamba": _LINEAR, "attention": FULL}
-    found = config.kinds("layer_types", config.num_layers, (_LINEAR, FULL, *older))
+    found = config.kinds("layer_types", (_LINEAR, FULL, *_OLDER))
     sizes = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
     return {
         **granite_shared(config),
-        "layer_types": [older.get(kind, kind) for kind in found],
+        "layer_types": [_OLDER.get(kind, kind) for kind in found],
         "position_embedding_type": config.get("position_embedding_type"),
         **{name: config.size(name, least=1) for name in sizes},
         "mamba_conv_bias": config.flag("mamba_conv_bias", True),
         "mamba_proj_bias": config.flag("mamba_proj_bias", False),
     }
+
+
+def _check_time_steps(config: Config) -> None:
+    """Refuse state spaces that have bounds of their steps in time."""
+    said = config.get("time_step_limit", [0, math.inf])
+    endless = (math.inf, {"__float__": "Infinity"})
+    if not isinstance(said, list) or len(said) != 2 or said[0] != 0 or said[1] not in endless:
+        raise config.unsupported("time_step_limit")

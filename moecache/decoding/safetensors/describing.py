@@ -61,8 +61,7 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
     )
     if settings.get("use_expert_bias") is False and any(map(_is_correction, renamed.tensor_shapes)):
         raise NoTextModelError("there are corrections of scores, and use_expert_bias is false")
-    directory = store.path if store.path.is_dir() else store.path.parent
-    ends, drawn = read_generation(directory / "generation_config.json", config)
+    ends, drawn = read_generation(store.directory / "generation_config.json", config)
     own = renamed.own_layers
     # As transformers has them.
     states = "f32" if renamed.is_f32 else "bf16"

@@ -13,13 +13,12 @@ from moecache.errors import FormatError, StoreError
 _NAMES = ("bos", "eos", "unk", "pad", "mask")
 
 
-def read_directory(path: Path) -> FileTokenizer:
+def read_directory(directory: Path) -> FileTokenizer:
     """Return a checkpoint's tokenizer: tokenizer.json's, with what tokenizer_config.json adds.
 
     Parameters
     ----------
-    path : Path
-        Its directory, or one of its files.
+    directory : Path
 
     Raises
     ------
@@ -28,10 +27,11 @@ def read_directory(path: Path) -> FileTokenizer:
     FormatError
         If one is damaged.
     """
-    files = find_tokenizer_files(path)
-    if files.why_transformers:
+    files = find_tokenizer_files(directory)
+    why = files.why_transformers()
+    if why:
         raise StoreError(
-            f"{path}: {files.why_transformers}; copy the published model's tokenizer.json there, "
+            f"{directory}: {why}; copy the published model's tokenizer.json there, "
             "or install transformers: pip install 'moecache[transformers]'"
         )
     text, said = read_text(files.tokenizer), files.config

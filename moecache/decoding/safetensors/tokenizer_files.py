@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moecache.errors import FormatError
-from moecache.stores._checkpoint import read_config
-from moecache.stores._file import ReadOnlyFile
-
-_MOST_BYTES = 2**28
+from moecache.stores._checkpoint import read_config, read_small
 
 
 class TokenizerFiles(NamedTuple):
@@ -28,9 +25,8 @@ class TokenizerFiles(NamedTuple):
     config: dict[str, Any]
     template: str | dict[str, str] | None
 
-    @property
     def why_transformers(self) -> str:
-        """Why transformers alone makes a tokenizer of them; "" if tokenizers can."""
+        """Return why transformers alone makes a tokenizer of them; "" if tokenizers can."""
         if not self.tokenizer.is_file():
             return "it has no tokenizer.json"
         # transformers does so but for pairs of bytes.
@@ -43,13 +39,12 @@ class TokenizerFiles(NamedTuple):
         return model.get("type", "BPE") if isinstance(model, dict) else None
 
 
-def find_tokenizer_files(path: Path) -> TokenizerFiles:
+def find_tokenizer_files(directory: Path) -> TokenizerFiles:
     """Return the files of a checkpoint's tokenizer.
 
     Parameters
     ----------
-    path : Path
-        The checkpoint's directory, or one of its files.
+    directory : Path
 
     Raises
     ------
@@ -58,21 +53,14 @@ def find_tokenizer_files(path: Path) -> TokenizerFiles:
     FormatError
         If one is damaged.
     """
-    directory = path if path.is_dir() else path.parent
     config = read_config(directory / "tokenizer_config.json")
     return TokenizerFiles(directory / "tokenizer.json", config, _template(directory, config))
 
 
 def read_text(file: Path) -> str:
     """Return a file's text."""
-    opened = ReadOnlyFile(file)
-    if opened.nbytes > _MOST_BYTES:
-        raise FormatError(f"{file}: has {opened.nbytes} bytes, too many")
-    raw = bytearray(opened.nbytes)
-    if raw:
-        opened.read(0, [memoryview(raw)], "it")
     try:
-        return raw.decode()
+        return read_small(file).decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{file}: is not UTF-8: {error}") from error
 

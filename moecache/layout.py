@@ -1,8 +1,8 @@
 """ExpertLayout: which weight matrices an expert has, in every layer of a model."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +23,8 @@ class Role:
         "gate_up" (gate's rows above up's), "down", "up" where there is no gate,
         or one of these with a suffix such as "_bias".
     shape : tuple of int
-        Without the expert axis; as stored or, of a role with a format, [rows, columns].
+        Without the expert axis; as stored or, of a role with a format or one that is stored
+        transposed, [rows, columns].
     dtype : numpy.dtype
         As stored; bfloat16 and float8 by ml_dtypes. A role with a format has uint8.
     format : str, default ""
@@ -33,11 +34,14 @@ class Role:
     matrices : int, default 1
         Matrices of as many rows, one above the other, which the format has each for itself: 2 for
         a "gate_up" of two tensors.
+    is_transposed : bool, default False
+        Whether the file has the matrix, of no format, as [columns, rows]. A slot in RAM takes it
+        as [rows, columns].
 
     Raises
     ------
     ConfigError
-        If no such matrix can be stored in the format.
+        If no such matrix can be stored in the format, or transposed.
     """
 
     name: str
@@ -46,8 +50,14 @@ class Role:
     format: str = ""
     is_tiled: bool = False
     matrices: int = 1
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
+        if self.is_transposed and (self.format or len(self.shape) != 2):
+            raise ConfigError(
+                f"role {self.name!r}: {self.format or self.dtype} {list(self.shape)} is no matrix "
+                "of numbers that could be stored transposed"
+            )
         if not self.format and not self.is_tiled and self.matrices == 1:
             return
         if len(self.shape) != 2 or self.dtype != np.uint8:
@@ -94,7 +104,9 @@ class Role:
 
     @property
     def array_shape(self) -> tuple[int, ...]:
-        """Shape of the array that has the bytes; a role with a format has them in a row."""
+        """Shape of the array that has a file's bytes; a role with a format has them in a row."""
+        if self.is_transposed:
+            return self.shape[::-1]
         return (self.nbytes,) if self.format else self.shape
 
 
@@ -140,6 +152,39 @@ class ExpertLayout:
             raise ConfigError("a layout cannot have negative sizes")
         role = Role("expert", (expert_bytes,), np.dtype(np.uint8))
         return cls(num_experts, top_k, [[role]] * num_layers)
+
+    def find_transposed(self) -> frozenset[str]:
+        """Return the roles that are stored as [in, out]: the shapes allow nothing else.
+
+        Those of experts with gates, "gate_up" [hidden_size, 2 * width] and "down"
+        [width, hidden_size]; without gates shapes do not tell.
+        """
+        found: set[str] = set()
+        for roles in self.layers:
+            shapes = {role.name: role.shape for role in roles if not role.format}
+            wide, down = shapes.get("gate_up", ()), shapes.get("down", ())
+            if len(down) == 2 and down[0] and wide == (down[1], 2 * down[0]):
+                found |= {"gate_up", "down"}
+        return frozenset(found)
+
+    def with_transposed(self, names: Collection[str]) -> "ExpertLayout":
+        """Return the layout of experts whose roles of these names are stored as [in, out].
+
+        Raises
+        ------
+        ConfigError
+            If there is no such role, or it is no matrix of numbers.
+        """
+        for name in names:
+            if name not in self.role_names:
+                raise ConfigError(f"no layer has a role {name!r}")
+
+        def turned(role: Role) -> Role:
+            if role.name not in names or role.is_transposed:
+                return role
+            return replace(role, shape=role.shape[::-1], is_transposed=True)
+
+        return replace(self, layers=[[turned(role) for role in roles] for roles in self.layers])
 
     @property
     def num_layers(self) -> int:

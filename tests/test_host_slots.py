@@ -41,6 +41,11 @@ def _parts(layout: ExpertLayout, layer: int, seed: int) -> dict[str, np.ndarray]
     return {role.name: _finite(seed, role) for role in layout.layers[layer]}
 
 
+def _turned(dtype: npt.DTypeLike, shape: tuple[int, int]) -> ExpertLayout:
+    role = Role("down", shape, np.dtype(dtype), is_transposed=True)
+    return ExpertLayout(4, 1, [[role, Role("down_bias", shape[:1], np.dtype(dtype))]])
+
+
 def _fill(pool: HostSlots, slot: int, layer: int, parts: dict[str, np.ndarray]) -> None:
     buffers = pool.buffers(slot, layer)
     for name, array in parts.items():
@@ -149,6 +154,30 @@ def test_layers_of_different_widths_share_the_slots(dtype: npt.DTypeLike | None)
     with pytest.raises(ConfigError, match="'gate_up': layers differ"):
         pool.slab("gate_up")
     assert pool.slab("down_packed").shape == (NUM_SLOTS, 5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (31, 33), (32, 32), (64, 160), (7, 96)], ids=str)
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(BF16, None), (np.float16, None), (np.float32, None), (np.float64, None), (BF16, np.float32)],
+    ids=str,
+)
+def test_what_is_stored_transposed_is_not_in_slots(
+    stored: npt.DTypeLike, dtype: npt.DTypeLike | None, shape: tuple[int, int]
+) -> None:
+    """Whole lines of a cache or not, and numbers of another type; a bias has no order."""
+    layout = _turned(stored, shape)
+    pool = HostSlots(layout, NUM_SLOTS, dtype=dtype)
+    matrix = _finite(1, Role("", shape[::-1], np.dtype(stored)))
+    bias = _finite(2, layout.layers[0][1])
+
+    _fill(pool, 3, 0, {"down": matrix, "down_bias": bias})
+
+    assert layout.layers[0][0].array_shape == matrix.shape
+    assert _holds(pool, 3, 0, {"down": matrix.T, "down_bias": bias})
+    assert not pool.expert(2, 0)["down"].any()
+    assert not pool.expert(4, 0)["down"].any()
+    assert HostSlots.bytes_per_slot(layout, dtype) * NUM_SLOTS == pool.nbytes
 
 
 def test_a_role_that_is_not_there_is_a_config_error() -> None:

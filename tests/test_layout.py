@@ -153,3 +153,30 @@ def test_a_model_without_experts_is_an_empty_layout() -> None:
     assert layout.role_names == ()
     with pytest.raises(ValueError, match="layer 0"):
         layout.key(0, 0)
+
+
+def test_roles_that_are_stored_transposed_are_shown_as_they_will_be() -> None:
+    """Their bytes are as before, and the layout that they were is."""
+    roles = [Role("gate_up", (8, 6), np.dtype("f4")), Role("gate_up_bias", (6,), np.dtype("f4"))]
+    layout = ExpertLayout(2, 1, [roles])
+
+    turned = layout.with_transposed(["gate_up"])
+
+    role = turned.layers[0][0]
+    assert (role.shape, role.array_shape, role.nbytes) == ((6, 8), (8, 6), roles[0].nbytes)
+    assert turned.layers[0][1] == roles[1]
+    assert turned.with_transposed(["gate_up"]) == turned
+    assert layout.layers[0] == tuple(roles)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [(["down"], "no layer has a role 'down'"), (["gate_up_bias"], r"float32 \[6\] is no matrix")],
+)
+def test_only_matrices_can_be_transposed(names: list[str], problem: str) -> None:
+    """Not biases, and not what is in a format, whose rows are rows."""
+    roles = [Role("gate_up", (8, 6), np.dtype("f4")), Role("gate_up_bias", (6,), np.dtype("f4"))]
+    with pytest.raises(ConfigError, match=problem):
+        ExpertLayout(2, 1, [roles]).with_transposed(names)
+    with pytest.raises(ConfigError, match=r"q8_0 .* is no matrix of numbers"):
+        ExpertLayout(2, 1, [[Role("up", (8, 32), format="q8_0")]]).with_transposed(["up"])

@@ -97,6 +97,24 @@ def test_what_was_packed_in_a_format_is_computed_as_it_lies(
     torch.testing.assert_close(found[0].float(), by_torch.float(), rtol=0.1, atol=0.1)
 
 
+def test_what_is_stored_transposed_is_packed_and_computed(tmp_path: Path) -> None:
+    """gpt-oss in bfloat16, of values that MXFP4 has: packed in it, they are the same."""
+    plain = quantized.write_quantized(quantized.GPT_OSS, quantized.mxfp4(), tmp_path)[1]
+    packing.pack(plain, tmp_path / "packed", format="mxfp4")
+    found = []
+    for path in (plain, tmp_path / "packed"):
+        loaded = load_in_slots(path, None, slots=2, compute="torch", dtype=torch.bfloat16)
+        with loaded.moecache:
+            found.append(logits(loaded))
+    assert torch.equal(*found)
+    found = []
+    for path in (plain, tmp_path / "packed"):
+        loaded = load_in_slots(path, None, slots=2, compute="fast", dtype=torch.bfloat16)
+        with loaded.moecache:
+            found.append(logits(loaded))
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
 def test_a_stack_whose_name_has_no_experts_in_it_is_packed_too(tmp_path: Path) -> None:
     """Step 3.7's: transformers knows the name of the whole alone."""
     family = MORE_FAMILIES["step3p7"]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+import moecache
 from moecache.errors import ConfigError, MoeCacheError
+from moecache.stores import open_store
 from tests.helpers import family_settings
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.more_families import MORE_FAMILIES
@@ -22,8 +24,7 @@ pytestmark = [
 ]
 
 DOCS = Path(__file__).parents[1] / "docs" / "transformers.md"
-UNSUPPORTED = {"qwen3_vl_moe_hub"}
-SUPPORTED = [name for name in FAMILIES if name not in UNSUPPORTED]
+SUPPORTED = list(FAMILIES)
 NUM_TOKENS = 8
 # One for each way that experts lie on disk: matrices of each, stacks, with biases, without gates,
 # under names of their own.
@@ -174,13 +175,22 @@ def test_experts_that_do_nothing_are_never_read(tmp_path: Path) -> None:
         assert torch.equal(found, wanted)
 
 
-def test_stacks_that_are_stored_transposed_are_refused(tmp_path: Path) -> None:
-    """The message names the weight and both shapes; transformers would transpose them."""
-    from moecache.integrations.transformers import load
+def test_a_runtime_that_reads_stacks_as_they_are_stored_is_refused(tmp_path: Path) -> None:
+    """The message names the roles, and what makes slots take them as the model has them."""
+    from moecache.integrations.transformers import attach
 
-    path = write_checkpoint(FAMILIES["qwen3_vl_moe_hub"], tmp_path, "bfloat16")
-    with pytest.raises(ConfigError, match=r"gate_up_proj .* \[8, 32, 48\], .* \[8, 48, 32\]"):
-        load(path)
+    family = FAMILIES["qwen3_vl_moe_hub"]
+    path = write_checkpoint(family, tmp_path, "float32")
+    model = load_whole(family, path)
+    expected = _outputs(model)
+    problem = r"as \[in, out\].*transpose_roles\(\['down', 'gate"
+    with moecache.open(path, "50%") as runtime, pytest.raises(ConfigError, match=problem):
+        attach(model, runtime)
+    store = open_store(path)
+    store.transpose_roles(["gate_up", "down"])
+    with moecache.open(store, "50%") as runtime, attach(model, runtime, compute="torch"):
+        for found, wanted in zip(_outputs(model), expected, strict=True):
+            assert torch.equal(found, wanted)
 
 
 def test_the_documentation_names_the_families_that_are_tested() -> None:

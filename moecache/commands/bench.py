@@ -39,7 +39,7 @@ from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
 from moecache.files import Kind, write_whole
 from moecache.kernels import default_compute
 from moecache.settings import COMPUTE, DEFAULT_POLICY, POLICIES
-from moecache.stores import has_output_rows, open_store
+from moecache.stores import open_store
 from moecache.units import check_seed, format_bytes, parse_budget
 
 JSON_VERSION = 1
@@ -253,7 +253,7 @@ def _usual_compute(model: str) -> str:
         return "torch"
     with open_store(model) as store:
         kind = str(store.config.get("model_type"))
-        is_known = has_kernels(kind, has_output_rows=has_output_rows(store))
+        is_known = has_kernels(kind)
         return default_compute(store.layout) if is_known else "torch"
 
 

@@ -20,7 +20,7 @@ from moecache.layout import ExpertLayout, Role
 from moecache.profiles.bandwidth import bandwidth
 from moecache.runtime.plan import Plan, plan
 from moecache.sizing.host_memory import cgroup_limits, free_host_bytes
-from moecache.stores import CheckpointStore, has_output_rows, open_store
+from moecache.stores import CheckpointStore, open_store
 from moecache.telemetry import ComputeStats
 from moecache.units import format_bytes
 
@@ -77,7 +77,6 @@ def run(arguments: argparse.Namespace) -> int:
     with open_store(arguments.path, top_k=arguments.top_k) as store:
         kind = store.config.get("model_type")
         kind = printable(kind[:100]) if isinstance(kind, str) else ""
-        has_rows = has_output_rows(store)
         console.print(f"{printable(store.path)}  {kind}", style="bold")
         left_out = store.leave_mtp_out()
         layout = store.layout
@@ -106,8 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_memory_table(planned))
     console.print(_plan_table(planned))
     gpu = planned.gpu
-    # A score on an expert's input, as Llama 4 has it, is for RAM alone.
-    is_computed = has_kernels(kind, has_output_rows=has_rows and gpu is None)
+    is_computed = has_kernels(kind, on_gpu=gpu is not None)
     if is_computed:
         console.print(printable(_compute(planned, measures=arguments.bandwidth)))
     else:
@@ -117,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         way = f"the model's modules: {reason}" if reason else 'CUDA graphs with compute="fast"'
         console.print(f"tokens of {kind}: {way}")
     if gpu is None and kind:
-        is_called = has_recipe(kind, has_output_rows=has_rows)
+        is_called = has_recipe(kind)
         way = "one compiled call each" if is_called else "the model's modules: no recipe"
         if is_called and _turns_alike(store.config):
             way += "; prompts in parts, a call each"

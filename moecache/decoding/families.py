@@ -267,43 +267,37 @@ FAMILIES = {
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
 _MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext", "gemma4text"}
-_MODEL_TYPES |= {"granitehybrid", "nemotronhmoe"}
+_MODEL_TYPES |= {"granitehybrid", "nemotronhmoe", "llama4text"}
 _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
-# Their checkpoints have matrices as [in, out].
-_WITHOUT_KERNELS_TRANSPOSED = {"llama4", "llama4text"}
+# A score weights their experts' input, which kernels on a GPU do not know.
+_WITHOUT_KERNELS_ON_GPU = {"llama4", "llama4text"}
 
 
-def has_recipe(model_type: str, *, has_output_rows: bool = False) -> bool:
+def has_recipe(model_type: str) -> bool:
     """Return whether models of a type decode by a program, as their configurations usually are.
 
     Parameters
     ----------
     model_type : str
         As in transformers' `config.json`, or the architecture in a GGUF file.
-    has_output_rows : bool, default False
-        Whether experts' matrices are [out, in] whatever transformers' are: in GGUF, and in formats.
     """
-    return _plain(model_type) in _MODEL_TYPES and has_kernels(
-        model_type, has_output_rows=has_output_rows
-    )
+    return _plain(model_type) in _MODEL_TYPES and has_kernels(model_type)
 
 
-def has_kernels(model_type: str, *, has_output_rows: bool = False) -> bool:
-    """Return whether kernels compute the experts of a type of model in RAM.
+def has_kernels(model_type: str, *, on_gpu: bool = False) -> bool:
+    """Return whether kernels compute the experts of a type of model.
 
     They do not where the experts have no interface in transformers, so that `load` patches the
-    module around them, and where matrices are [in, out].
+    module around them.
 
     Parameters
     ----------
     model_type : str
-    has_output_rows : bool, default False
-        As for `has_recipe`.
+    on_gpu : bool, default False
+        Whether slots are on a GPU, and not in RAM.
     """
     kind = _plain(model_type)
-    return kind not in _WITHOUT_KERNELS and (
-        has_output_rows or kind not in _WITHOUT_KERNELS_TRANSPOSED
-    )
+    return kind not in _WITHOUT_KERNELS and not (on_gpu and kind in _WITHOUT_KERNELS_ON_GPU)
 
 
 def _plain(model_type: str) -> str:

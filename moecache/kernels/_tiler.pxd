@@ -9,6 +9,7 @@ from moecache.kernels._jobs cimport mc_file
 cdef struct Tiling:
     # How forms are made of matrices, and where the parts of a matrix begin in its bytes.
     mc_file file
+    int64_t number_bytes  # of a matrix of numbers that is stored transposed; else 0
     int64_t codes_at
     int64_t scales_at
     int64_t zeros_at

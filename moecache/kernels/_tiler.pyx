@@ -18,9 +18,14 @@ from moecache.kernels._processor cimport level_in_use
 from moecache.errors import ConfigError
 from moecache.kernels._matrix import SCALES as _SCALES
 
+cdef extern from "_columns.h" nogil:
+    void mc_transpose(
+        const uint8_t *raw, int64_t rows, int64_t columns, int64_t size, uint8_t *out)
+
 cnp.import_array()
 
 # In the order of their numbers in C.
+COLUMNS = "columns"
 ORDERS = tuple((<bytes>mc_order_names[i]).decode() for i in range(MC_NUM_ORDERS))
 TILE = MC_TILE
 
@@ -40,7 +45,8 @@ cdef class Tiler:
     order : str
         One of `ORDERS`: bytes, bytes with 128 added, nibbles with the even column in the low one,
         or ggml's, the first 16 columns of 32 in low nibbles; or words of 16, 8 or 4 columns, or
-        of 8 rows; or ggml's blocks, by the name of their format, with all that is in them.
+        of 8 rows; or ggml's blocks, by the name of their format, with all that is in them. Or
+        "columns": numbers of 2 or 4 `block_bytes` of a matrix that is stored transposed.
     row_bytes, block_bytes : int
         Of codes, from a row to the next, and from 32 columns, or a block, to the next; of words,
         from those of some columns to the next.
@@ -83,6 +89,9 @@ cdef class Tiler:
         self.tiling.file.row_bytes, self.tiling.file.block_bytes = row_bytes, block_bytes
         self.tiling.file.scale_rows, self.tiling.file.scale_row_bytes = scale_rows, scale_row_bytes
         self.tiling.file.scale_step, self.tiling.file.num_scales = scale_step, num_scales
+        self.tiling.number_bytes = block_bytes if order == COLUMNS else 0
+        if order == COLUMNS:
+            order = ORDERS[0]
         if order not in ORDERS:
             raise ConfigError(f"order {order!r} is not one of {', '.join(ORDERS)}")
         self.tiling.file.zero, self.tiling.file.order = zero, <mc_order><int>ORDERS.index(order)
@@ -169,6 +178,10 @@ cdef bint tile_matrices(
     cdef uint8_t *to
     for i in range(num):
         to = form + i * tiling.form_bytes
+        if tiling.number_bytes:
+            mc_transpose(raw, file.rows, file.columns, tiling.number_bytes, to)
+            raw += tiling.raw_bytes
+            continue
         file.codes, file.scales = raw + tiling.codes_at, raw + tiling.scales_at
         file.zeros, file.factor = raw + tiling.zeros_at, raw + tiling.factor_at
         row = 0

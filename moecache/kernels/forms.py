@@ -80,6 +80,35 @@ def tiler(name: str, rows: int, columns: int) -> "Tiler | Repacker | StackedTile
     return _making(name, rows, columns)
 
 
+@functools.cache
+def transposer(dtype: np.dtype[Any], rows: int, columns: int) -> Tiler:
+    """Return what makes matrices [rows, columns] of those that are stored as [columns, rows].
+
+    Parameters
+    ----------
+    dtype : numpy.dtype
+        Of 2 or 4 bytes.
+    rows, columns : int
+    """
+    size = dtype.itemsize
+    if size not in (2, 4):
+        raise ConfigError(f"numbers of {dtype} are not transposed here")
+    nbytes = rows * columns * size
+    return Tiler(
+        rows=rows,
+        columns=columns,
+        group=BLOCK_COLUMNS,
+        raw_bytes=nbytes,
+        form_bytes=nbytes,
+        order="columns",
+        row_bytes=rows * size,
+        block_bytes=size,
+        scale="f32",
+        scale_row_bytes=0,
+        largest=0,
+    )
+
+
 def tile(raw: np.ndarray, name: str, rows: int, columns: int, out: np.ndarray) -> None:
     """Write the compute form of a matrix.
 
@@ -344,6 +373,7 @@ def values_in(
         By default float32 of a format, else the array's own.
     """
     if not role.format:
+        array = array.T if stored and role.is_transposed else array
         return array if dtype is None else array.astype(dtype, copy=False)
     wanted = np.dtype(np.float32 if dtype is None else dtype)
     shape, known = role.matrix_shape, find_format(role.format)

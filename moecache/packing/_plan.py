@@ -117,8 +117,17 @@ def _add_expert(draft: "_Draft", source: Source, layer: int, expert: int, target
             draft.add(name, entry.dtype_name, shape, Extent(0, piece.nbytes, *place))
             continue
         matrices = 2 if role.name == "gate_up" and piece.nbytes == role.nbytes else 1
-        (rows, columns), places = shape, ((*place, piece.nbytes),)
-        recipe = Quantize(original, places, target, rows, columns, role.dtype, matrices)
+        rows, columns = reversed(shape) if role.is_transposed else shape
+        recipe = Quantize(
+            original,
+            ((*place, piece.nbytes),),
+            target,
+            rows,
+            columns,
+            role.dtype,
+            matrices,
+            role.is_transposed,
+        )
         draft.add(name, "U8", recipe.shape, _extent_of(recipe))
 
 

@@ -72,10 +72,13 @@ class Quantize(Recipe):
         Type of the checkpoint's numbers.
     matrices : int
         Matrices of as many rows, one above the other, that are quantized each for itself.
+    is_transposed : bool, default False
+        Whether the checkpoint has them as [columns, rows].
     """
 
     dtype: np.dtype
     matrices: int
+    is_transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -97,7 +100,9 @@ class Quantize(Recipe):
         """Return the tiles; see `Recipe.make`."""
         known, tiles = find_format(self.format), np.empty(self.nbytes, np.uint8)
         rows, deviations = self.rows // self.matrices, []
-        stacked = raw.view(self.dtype).reshape(self.matrices, rows, self.columns)
+        numbers, shape = raw.view(self.dtype), (self.rows, self.columns)
+        ordered = numbers.reshape(shape[::-1]).T if self.is_transposed else numbers
+        stacked = np.ascontiguousarray(ordered).reshape(self.matrices, rows, self.columns)
         for values, out in zip(stacked, tiles.reshape(self.matrices, -1), strict=True):
             parts = known.quantize(values)
             tile(joined(parts.values()), known.name, rows, self.columns, out)

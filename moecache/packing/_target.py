@@ -120,6 +120,7 @@ def _quantized(source: Source, target: str) -> Iterator[tuple[Role, ...]]:
             f"weights are in {', '.join(sorted(formats)) or source.quantization} already; pack "
             "the original, or --format bf16 first"
         )
+    source.transpose_roles(source.layout.find_transposed())
     for name, roles in zip(source.layout.layer_names, source.layout.layers, strict=True):
         for matrix, shape in _matrices(roles).items():
             _check_matrix(f"{matrix} of {name}", shape, target)
@@ -136,8 +137,7 @@ def _matrices(roles: Sequence[Role]) -> dict[str, tuple[int, ...]]:
     if down.shape != (wide.shape[1], width):
         raise ConfigError(
             f"{wide.name} {list(wide.shape)} and down {list(down.shape)} are not "
-            "[rows, columns] of one feed-forward; what is stored transposed cannot be packed "
-            "in a format"
+            "[rows, columns] of one feed-forward"
         )
     name = "gate or up" if wide.name == "gate_up" else "up"
     return {name: (width, wide.shape[1]), "down": down.shape}

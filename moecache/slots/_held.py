@@ -9,14 +9,14 @@ import numpy as np
 from moecache.formats import find_format
 from moecache.kernels import has_form, tiler
 from moecache.kernels._tiler import Tiler
-from moecache.kernels.forms import Repacker, StackedTiler
+from moecache.kernels.forms import Repacker, StackedTiler, transposer
 from moecache.layout import ExpertLayout, Role
 from moecache.slots._memory import ALIGNMENT, padded
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A role in a slot: as in the file, as numbers of another dtype, or in its compute form.
+    """A role in a slot: as in the file, as other numbers, transposed, or in its compute form.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class Held:
     shape : tuple of int
     dtype : numpy.dtype
     tiler : Tiler, optional
-        The tiler that makes the compute form as a slot is filled.
+        The tiler that makes the compute form, or transposes, as a slot is filled.
     has_to_be_checked : bool, default False
         Whether `check` finds what no tiler does.
     """
@@ -43,7 +43,8 @@ class Held:
     @property
     def is_converted(self) -> bool:
         """Whether a slot has other bytes than the file."""
-        return self.tiler is not None or self.dtype != self.role.dtype
+        role = self.role
+        return self.tiler is not None or self.dtype != role.dtype or role.is_transposed
 
     @property
     def pieces(self) -> tuple[tuple[Tiler | Repacker | None, int, int, int], ...]:
@@ -78,7 +79,7 @@ class Held:
             self.check(part)
         # The array that `buffers` returned may be the slot itself.
         if target.ctypes.data != part.ctypes.data:
-            target[...] = part
+            target[...] = part.T if self.role.is_transposed else part
 
     def check(self, part: np.ndarray) -> None:
         """Raise FormatError if the parts of a format cannot be."""
@@ -101,7 +102,9 @@ def hold(role: Role, dtype: np.dtype | None = None) -> Held:
     # ml_dtypes' types have kind "V", NumPy's own floats "f". Integers (packed
     # weights, scales as bytes) stay as they are.
     kept = dtype is None or role.dtype.kind not in "fV"
-    return Held(role, role.shape, role.dtype if kept or dtype is None else dtype)
+    given = role.dtype if kept or dtype is None else dtype
+    is_turned = role.is_transposed and given == role.dtype and given.itemsize in (2, 4)
+    return Held(role, role.shape, given, transposer(given, *role.shape) if is_turned else None)
 
 
 def hold_all(layout: ExpertLayout, dtype: np.dtype | None = None) -> list[dict[str, Held]]:

@@ -26,9 +26,10 @@ __all__ = [
 
 
 def has_output_rows(store: CheckpointStore, layer: int = 0) -> bool:
-    """Return whether a layer's matrices are [out, in] as a rule of the file's, or of a format."""
+    """Return whether a layer's matrices are [out, in]: by the file's rule, a format, or turned."""
+    layers = store.layout.layers
     return isinstance(store, GgufStore) or (
-        layer < store.layout.num_layers and any(role.format for role in store.layout.layers[layer])
+        layer < len(layers) and any(role.format or role.is_transposed for role in layers[layer])
     )
 
 

@@ -119,6 +119,26 @@ class CheckpointStore(ABC):
         self._pieces = [self._pieces[layer] for layer in kept]
         self._runs = {}
 
+    def transpose_roles(self, names: Collection[str]) -> None:
+        """Say that these roles' matrices are stored as [in, out]: slots take them as [out, in].
+
+        For a host that knows it of its model, before it asks for anything. What is read is as
+        before; kernels compute what is in slots in RAM.
+
+        Parameters
+        ----------
+        names : collection of str
+            Such as ["gate_up", "down"]; layers without one are let alone.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such role, or it is no matrix of numbers.
+        """
+        if isinstance(names, str):
+            raise ConfigError(f"roles are names in a list, such as [{names!r}]")
+        self._layout = self._layout.with_transposed(names)
+
     def leave_mtp_out(self) -> dict[str, int]:
         """Serve only the layers that the model runs; return the others, see `mtp_layers`.
 

@@ -1,6 +1,6 @@
 """Described: what files say of a model, whatever their format."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -61,6 +61,8 @@ class Described(NamedTuple):
         Of the store's layers with experts, those that the model runs; `None` for all.
     state_type : {"f32", "bf16"}
         Type of texts' states.
+    transposed : collection of str
+        Roles of experts that the store has as [in, out].
     """
 
     tensors: TensorStore
@@ -72,3 +74,4 @@ class Described(NamedTuple):
     drawn: Mapping[str, Any]
     own_layers: list[str] | None = None
     state_type: str = "f32"
+    transposed: Collection[str] = ()

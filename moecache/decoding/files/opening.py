@@ -105,6 +105,7 @@ def open_text_model(
         if said.own_layers is not None:
             options["layers"] = said.own_layers
         options["host_bytes"] = options.get("host_bytes", host_bytes) + parse_bytes(prefix_memory)
+        store.transpose_roles(said.transposed)
         # First: its calibration wants the disk for itself, and the plan leaves room for the trunk.
         runtime = open_runtime(store, memory, makes_room=True, **options)
         trunk = Trunk(said.tensors, said.names())

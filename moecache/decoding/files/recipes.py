@@ -33,7 +33,7 @@ class FileModel:
 
     Attributes
     ----------
-    tensors, settings, ends, drawn, own_layers, state_type
+    tensors, settings, ends, drawn, own_layers, state_type, transposed
         As `Described` has them.
     facts : Facts
     num_layers, context : int
@@ -63,6 +63,7 @@ class FileModel:
         self.gate, self._pairs = known.gate, found.pairs
         self.num_layers, self.context = facts.num_layers, facts.context
         self.ends, self.drawn, self.own_layers = found.ends, found.drawn, found.own_layers
+        self.transposed = found.transposed
         self.state_type = found.state_type
         self.tensors: TensorStore = found.tensors
         self._check()

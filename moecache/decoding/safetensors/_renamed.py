@@ -1,7 +1,7 @@
 """RenamedStore: a checkpoint's tensors by the names that GGUF files have for the same ones."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import numpy as np
@@ -146,6 +146,8 @@ class RenamedStore:
         As `Family` has it.
     is_tied : bool
         Whether the embedding is the head if the checkpoint has none.
+    transposed : collection of str
+        Roles that are stored as [in, out].
 
     Attributes
     ----------
@@ -169,6 +171,7 @@ class RenamedStore:
         num_norms: int,
         is_beside: bool,
         is_tied: bool,
+        transposed: Collection[str] = (),
     ) -> None:
         self._num_norms = num_norms
         self._store, self._num_layers, self._adds_one = store, num_layers, adds_one
@@ -177,7 +180,9 @@ class RenamedStore:
         norms = _PART_NORMS if known.part_norms else _BESIDE if is_beside else usual
         self._modules = {**_MODULES, **_MIXERS, **norms}
         self._out_norm = known.out_norm
-        self.own_layers, self.layout = _own_layers(store.layout, num_layers)
+        self.own_layers, self.layout = _own_layers(
+            store.layout.with_transposed(transposed), num_layers
+        )
         self._prefix = next(iter(self.own_layers)).partition("layers.")[0]
         self._names = self._renamed(is_tied=is_tied)
         self.trunk_matrices: dict[str, tuple[Matrix, list[str]]] = {

@@ -39,6 +39,8 @@ class Row:
         Whether transformers has routers in float32, whatever they are stored in.
     epsilon : str
         What the number is called that norms add.
+    may_be_transposed : bool, default False
+        Whether experts may be stored as [in, out].
     activation : tuple of str
         What the activation of feed-forwards is called, and the values that it may have.
     """
@@ -53,6 +55,7 @@ class Row:
     turned: str = ""
     has_wide_routers: bool = False
     epsilon: str = "rms_norm_eps"
+    may_be_transposed: bool = False
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
 
 
@@ -107,7 +110,12 @@ ROWS: Mapping[str, Row] = {
     ),
     "glm4_moe": Row("glm4moe", "Glm4Moe", _settings.glm4, share=0.5),
     "gpt_oss": Row(
-        "gpt-oss", "GptOss", _settings.gpt_oss, gate=_settings.gpt_oss_gate, head_dim=64
+        "gpt-oss",
+        "GptOss",
+        _settings.gpt_oss,
+        gate=_settings.gpt_oss_gate,
+        head_dim=64,
+        may_be_transposed=True,
     ),
     "granitemoe": Row("granitemoe", "GraniteMoe", _settings.granite),
     "granitemoehybrid": Row("granitehybrid", "GraniteMoeHybrid", _stateful.granite_hybrid),
@@ -136,5 +144,5 @@ ROWS: Mapping[str, Row] = {
     "qwen3_5_moe_text": Row("qwen35moe", "Qwen3_5Moe", _stateful.linear, head_dim=256, share=0.25),
     "qwen3_moe": Row("qwen3moe", "Qwen3Moe", _settings.qwen3),
     "qwen3_next": Row("qwen3next", "Qwen3Next", _stateful.qwen3_next, head_dim=256, share=0.25),
-    "qwen3_vl_moe_text": Row("qwen3vlmoe", "Qwen3VLMoe", _settings.qwen3),
+    "qwen3_vl_moe_text": Row("qwen3vlmoe", "Qwen3VLMoe", _settings.qwen3, may_be_transposed=True),
 }

@@ -49,6 +49,7 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
     # Heads lie as transformers has them.
     known = replace(known, gate=gate, is_tiled=False)
     is_tied = config.is_tied
+    turned = store.layout.find_transposed() if row.may_be_transposed else frozenset()
     renamed = RenamedStore(
         store,
         known,
@@ -58,6 +59,7 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
         num_norms=settings.get("n_groups", settings.get("mamba_n_groups", 0)),
         is_beside=family.is_beside,
         is_tied=row.is_tied if is_tied is None else is_tied,
+        transposed=turned,
     )
     if settings.get("use_expert_bias") is False and any(map(_is_correction, renamed.tensor_shapes)):
         raise NoTextModelError("there are corrections of scores, and use_expert_bias is false")
@@ -65,4 +67,5 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
     own = renamed.own_layers
     # As transformers has them.
     states = "f32" if renamed.is_f32 else "bf16"
-    return Described(renamed, settings, family, known, family.pairs, ends, drawn, own, states)
+    pairs = family.pairs
+    return Described(renamed, settings, family, known, pairs, ends, drawn, own, states, turned)

@@ -55,6 +55,8 @@ class Binding:
     regroup : callable or None
         Makes the module's order of rows of the store's where gate and up alternate in one of them:
         `interleaved` or `separated`.
+    transposed : tuple of str
+        Roles that the store has as [in, out] and the module as [out, in].
     """
 
     path: str
@@ -64,6 +66,7 @@ class Binding:
     dtype: torch.dtype
     has_output_rows: bool
     regroup: Regroup | None
+    transposed: tuple[str, ...] = ()
 
 
 def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Binding]:
@@ -79,6 +82,7 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
     """
     family, modules = type(model).__name__, check_family(model)
     by_path: dict[str, int] = {}
+    transposed: dict[str, tuple[str, ...]] = {}
     regroup: dict[str, Regroup] = {}
     if isinstance(store, GgufStore):
         regroup = {p: interleaved for p, module in modules.items() if gguf.is_interleaved(module)}
@@ -87,7 +91,7 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
             continue
         if found in by_path:
             raise FormatError(f"{store.path}: two layers are {found}")
-        _check_weights(store, layer, found, modules[found])
+        transposed[found] = _check_weights(store, layer, found, modules[found])
         by_path[found] = layer
     for path in modules:
         if path not in by_path:
@@ -112,6 +116,7 @@ def bind(model: transformers.PreTrainedModel, store: CheckpointStore) -> list[Bi
             _dtype(model, path, module),
             has_output_rows=has_output_rows(store, by_path[path]),
             regroup=regroup.get(path),
+            transposed=transposed[path],
         )
         for path, module in modules.items()
     ]
@@ -132,6 +137,7 @@ def bind_to(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list
             "checkpoint with moecache.open"
         )
     bindings = bind(model, store)
+    check_order(bindings, str(store.path))
     for binding in bindings:
         if any(role.format for role in store.layout.layers[binding.layer]):
             continue
@@ -145,6 +151,22 @@ def bind_to(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list
                 remedy = f"load the model with dtype={names!r}, as slots on a GPU hold the file's"
             raise ConfigError(f"the slots hold {names}, the model computes in {wanted}; {remedy}")
     return bindings
+
+
+def check_order(bindings: Sequence[Binding], path: str, remedy: str = "") -> None:
+    """Raise ConfigError if slots would have matrices in another order than the model."""
+    for binding in bindings:
+        if binding.transposed:
+            names = sorted(binding.transposed)
+            raise ConfigError(
+                f"{path}: {' and '.join(names)} of {binding.path} are stored transposed, as "
+                "[in, out]; "
+                + (
+                    remedy
+                    or f"open the runtime on a store of moecache.stores.open_store whose "
+                    f"transpose_roles({names}) was called"
+                )
+            )
 
 
 def _layer_paths(
@@ -344,7 +366,11 @@ def _check_interface(family: str, path: str, module: nn.Module) -> None:
         raise ConfigError("experts in a cache cannot be spread over processes (expert parallel)")
 
 
-def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Module) -> None:
+def _check_weights(
+    store: CheckpointStore, layer: int, path: str, module: nn.Module
+) -> tuple[str, ...]:
+    """Return the roles that are stored transposed; raise an error if weights do not fit."""
+    transposed = []
     roles = {role.name: role for role in store.layout.layers[layer]}
     weights = described(module)
     expected = {ROLES[name] for name in weights}
@@ -364,16 +390,14 @@ def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Mod
         if is_matrix and has_output_rows(store, layer) and is_transposed(module):
             stored = (stored[0], *reversed(role.shape))
         if stored != shape:
-            transposed = stored == (shape[0], *reversed(shape[1:]))
-            raise ConfigError(
-                f"{store.path}: {name} of {path} is {list(stored)}, but the model wants "
-                f"{list(shape)}: "
-                + (
-                    "experts that are stored transposed are not supported"
-                    if transposed
-                    else "the checkpoint is of another model"
+            is_turned = stored == (shape[0], *reversed(shape[1:]))
+            if is_matrix and is_turned and not (role.format or is_transposed(module)):
+                transposed.append(role.name)
+            else:
+                raise ConfigError(
+                    f"{store.path}: {name} of {path} is {list(stored)}, but the model wants "
+                    f"{list(shape)}: the checkpoint is of another model"
                 )
-            )
         if role.format:
             continue
         if role.dtype.kind not in "fV" or role.dtype.itemsize < 2:
@@ -381,6 +405,7 @@ def _check_weights(store: CheckpointStore, layer: int, path: str, module: nn.Mod
                 f"{store.path}: {name} of {path} is {role.dtype}, but config.json has no "
                 "quantization_config, which says what that means"
             )
+    return tuple(transposed)
 
 
 def _dtype(model: Any, path: str, module: nn.Module) -> torch.dtype:

@@ -6,7 +6,7 @@ from torch import nn
 
 from moecache.integrations.transformers._binding import Binding
 from moecache.integrations.transformers._experts import ROLES, described, is_transposed
-from moecache.integrations.transformers._slots import GATE_UP, as_tensor, device_of, values_of
+from moecache.integrations.transformers._slots import GATE_UP, device_of, values_of
 from moecache.runtime.runtime import ExpertRuntime
 
 
@@ -25,10 +25,8 @@ def read_experts(runtime: ExpertRuntime, binding: Binding) -> dict[str, nn.Param
         store.read_into(layer, expert, parts)
         for name, tensor in weights.items():
             role = roles[ROLES[name]]
-            if role.format:
-                values = values_of(parts[role.name], role, tensor.dtype, stored=True)
-            else:
-                values = as_tensor(parts[role.name])
+            dtype = tensor.dtype if role.format else None
+            values = values_of(parts[role.name], role, dtype, stored=True)
             if binding.regroup is not None and role.name in GATE_UP:
                 values = binding.regroup(values)
             is_turned = binding.has_output_rows and is_transposed(binding.module)

@@ -157,10 +157,10 @@ def load(
         ranks = join(expert_parallel, torch.device(device), rank_timeout_s)
     elif placement is not None or rank_timeout_s is not None:
         raise ConfigError("placement and rank_timeout_s are for expert_parallel=True")
+    on_host = parse_device(device) is None
     # A failure on one rank is told to the others.
-    with nullcontext() if ranks is None else ranks, Source(path) as source:
+    with nullcontext() if ranks is None else ranks, Source(path, on_host=on_host) as source:
         # Before the trunk is read, which may take minutes.
-        on_host = parse_device(device) is None
         _check(device, options, from_pretrained, compute=compute, trunk=trunk)
         check_model(source.path)
         if num_threads is not None:
@@ -178,6 +178,8 @@ def load(
                 f'compute="fast" on {device} is for one process; with expert_parallel use "torch"'
             )
         source.store.keep_layers(source.layers)
+        if on_host:
+            source.transpose(compute)
         share = None if ranks is None else _share_of(ranks, source.store.layout, placement)
         look_ahead = options.get("prefetch") == "router"
         if look_ahead:

@@ -202,10 +202,11 @@ def device_of(runtime: ExpertRuntime) -> torch.device:
 
 
 def values_of(
-    array: np.ndarray, role: Role, dtype: torch.dtype, *, stored: bool = False
+    array: np.ndarray, role: Role, dtype: torch.dtype | None, *, stored: bool = False
 ) -> torch.Tensor:
-    """Return the values of a matrix in a format, from a slot or, `stored`, from a file."""
-    return as_tensor(values_in(array, role, stored=stored, dtype=NUMPY_TYPES[dtype]))
+    """Return the values of a matrix, from a slot or, `stored`, from a file; None: in its dtype."""
+    wanted = None if dtype is None else NUMPY_TYPES[dtype]
+    return as_tensor(values_in(array, role, stored=stored, dtype=wanted))
 
 
 def weights_in(

@@ -1,13 +1,16 @@
 """The routed feed-forward against a plain loop over tokens."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import moecache
 from moecache import experts
+from moecache.errors import ConfigError
 from moecache.ranks import Placement, Share
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 6, 5, 9, 3
@@ -210,3 +213,40 @@ def test_experts_of_another_rank_add_nothing(compute: str, monkeypatch: pytest.M
                 experts.feed_forward(runtime, 0, HIDDEN_5[:3], ids, SHARES[:3], compute=compute)
             )
     assert np.allclose(parts[0], parts[1] + parts[2])
+
+
+def test_experts_that_are_stored_transposed_are_computed_once_the_store_knows(
+    tmp_path: Path,
+) -> None:
+    """As rows are, by either way; before, the error names the remedy."""
+    rng = np.random.default_rng(0)
+    rows = {"gate_up": (4, 2 * 48, 32), "down": (4, 32, 48)}
+    matrices = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in rows.items()}
+    for turned in (False, True):
+        (tmp_path / f"{turned}").mkdir()
+        order = (0, 2, 1) if turned else (0, 1, 2)
+        tensors = {
+            f"model.layers.0.mlp.experts.{name}_proj": np.ascontiguousarray(array.transpose(order))
+            for name, array in matrices.items()
+        }
+        save_file(tensors, tmp_path / f"{turned}" / "model.safetensors")
+    given = rng.standard_normal((3, 32)).astype(np.float32)
+    ids, weights = np.array([[0, 2], [3, 1], [2, 3]]), rng.random((3, 2)).astype(np.float32)
+
+    with (
+        moecache.open(tmp_path / "True", slots=2) as runtime,
+        pytest.raises(ConfigError, match=r"transpose_roles\(\['down', 'gate_up'\]\)"),
+    ):
+        experts.feed_forward(runtime, 0, given, ids, weights)
+    found = []
+    for turned in (False, True):
+        store = moecache.open_store(tmp_path / f"{turned}")
+        store.transpose_roles(store.layout.find_transposed())
+        with moecache.open(store, slots=2) as runtime:
+            ways = [
+                experts.feed_forward(runtime, 0, given, ids, weights, compute=compute)
+                for compute in ("fast", "numpy")
+            ]
+        np.testing.assert_allclose(*ways, rtol=1e-4, atol=1e-4)
+        found.append(ways)
+    np.testing.assert_array_equal(*found)

@@ -8,7 +8,6 @@ import pytest
 
 import moecache
 from moecache.errors import ConfigError, MoeCacheError
-from moecache.stores import open_store
 from tests.helpers import family_settings
 from tests.helpers.families import FAMILIES, write_checkpoint
 from tests.helpers.more_families import MORE_FAMILIES
@@ -186,7 +185,7 @@ def test_a_runtime_that_reads_stacks_as_they_are_stored_is_refused(tmp_path: Pat
     problem = r"as \[in, out\].*transpose_roles\(\['down', 'gate"
     with moecache.open(path, "50%") as runtime, pytest.raises(ConfigError, match=problem):
         attach(model, runtime)
-    store = open_store(path)
+    store = moecache.open_store(path)
     store.transpose_roles(["gate_up", "down"])
     with moecache.open(store, "50%") as runtime, attach(model, runtime, compute="torch"):
         for found, wanted in zip(_outputs(model), expected, strict=True):

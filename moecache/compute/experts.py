@@ -267,6 +267,11 @@ def _check(runtime: ExpertRuntime, layer: int, hidden: Any, ids: np.ndarray, wei
         raise ConfigError(
             f"{wide} {list(shapes[wide])} and down {list(down)} are not [rows, columns] of one "
             "feed-forward; compute it from runtime.waves"
+            + (
+                f", or call transpose_roles({sorted(turned)}) of the store before it is opened"
+                if (turned := runtime.layout.find_transposed())
+                else ""
+            )
         )
     if hidden.ndim != 2 or hidden.shape[1] != down[0]:
         raise ConfigError(f"hidden {list(hidden.shape)} must be [num_tokens, {down[0]}]")

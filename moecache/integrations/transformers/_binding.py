@@ -163,8 +163,8 @@ def check_order(bindings: Sequence[Binding], path: str, remedy: str = "") -> Non
                 "[in, out]; "
                 + (
                     remedy
-                    or f"open the runtime on a store of moecache.stores.open_store whose "
-                    f"transpose_roles({names}) was called"
+                    or "open the runtime with a store of moecache.open_store, after its "
+                    f"transpose_roles({names})"
                 )
             )
 

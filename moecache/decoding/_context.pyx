@@ -55,13 +55,12 @@ cdef class Context:
         cdef const int64_t *num_there
         cdef const int64_t *first
         num = self._count_rows(caches, batch, counts, sequences)
-        if begins.dtype != np.int64 or cos.dtype != np.float32 or sin.dtype != np.float32:
-            raise ConfigError("begins are int64, angles float32")
-        if not (
-            cnp.PyArray_IS_C_CONTIGUOUS(begins) and cnp.PyArray_IS_C_CONTIGUOUS(cos)
-            and cnp.PyArray_IS_C_CONTIGUOUS(sin)
-        ):
-            raise ConfigError("begins and angles must be contiguous")
+        if not _is_list(begins, np.int64, len(caches) * batch):
+            raise ConfigError(f"{begins.size} {begins.dtype} begin no {len(caches) * batch} texts")
+        if cos.dtype != np.float32 or sin.dtype != np.float32:
+            raise ConfigError("angles are float32")
+        if not (cnp.PyArray_IS_C_CONTIGUOUS(cos) and cnp.PyArray_IS_C_CONTIGUOUS(sin)):
+            raise ConfigError("angles must be contiguous")
         if not _is_list(lengths, np.int64, len(caches)):
             raise ConfigError(f"{lengths.size} {lengths.dtype} are no lengths of {len(caches)}")
         num_new = <const int64_t *>cnp.PyArray_DATA(counts)

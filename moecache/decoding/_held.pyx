@@ -35,6 +35,27 @@ cdef class KeyValues:
         self.batch, self.heads, self.capacity, self.width = shape
         self.value_width, self.owner = value_width, owner
 
+    def of_sequence(self, int64_t sequence):
+        """Return the keys and values of one sequence of the batch, in the same memory.
+
+        Raises
+        ------
+        IndexError
+            If there is none.
+        """
+        if not 0 <= sequence < self.batch:
+            raise IndexError(f"sequence {sequence} is none of {self.batch}")
+        cdef KeyValues found = KeyValues.__new__(
+            KeyValues, 0, 0, "f32", (1, self.heads, self.capacity, self.width),
+            self.value_width, self.owner, self.dropped
+        )
+        cdef int64_t size = 4 if self.type == MC_F32 else 2
+        cdef int64_t positions = sequence * self.heads * self.capacity
+        found.type = self.type
+        found.keys = self.keys + positions * self.width * size
+        found.values = self.values + positions * self.value_width * size
+        return found
+
 
 @cython.final
 cdef class States:
@@ -80,3 +101,26 @@ cdef class States:
         self.sequence_step, self.row_step, self.channel_step = steps
         self.heads, self.width, self.value_width = state_shape
         self.owner = owner
+
+    def of_sequence(self, int64_t sequence):
+        """Return the states of one sequence of the batch, in the same memory; none are saved.
+
+        Raises
+        ------
+        IndexError
+            If there is none.
+        """
+        if not 0 <= sequence < self.batch:
+            raise IndexError(f"sequence {sequence} is none of {self.batch}")
+        cdef States found = States.__new__(
+            States, 0, 0, 0, "f32", (1, self.rows, self.channels),
+            (self.sequence_step, self.row_step, self.channel_step), 0, 0, 0,
+            (self.heads, self.width, self.value_width), self.owner
+        )
+        cdef int64_t seen = sequence * self.sequence_step
+        cdef int64_t states = sequence * self.heads * self.width * self.value_width
+        found.type = self.type
+        found.seen, found.next_seen = self.seen + seen, self.next_seen + seen
+        if self.states != NULL:
+            found.states, found.next_states = self.states + states, self.next_states + states
+        return found

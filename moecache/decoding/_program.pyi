@@ -48,6 +48,7 @@ class Program:
         observe: Callable[[int, np.ndarray, np.ndarray | None], object] | None = None,
         *,
         counts: np.ndarray | None = None,
+        begins: np.ndarray | None = None,
         sequences: np.ndarray | None = None,
         is_spread: bool = False,
     ) -> None: ...

@@ -130,7 +130,7 @@ cdef class Program:
     def begin_together(
         self, list caches not None, cnp.ndarray lengths not None, cnp.ndarray cos not None,
         cnp.ndarray sin not None, observe=None, *, cnp.ndarray counts=None,
-        cnp.ndarray sequences=None, bint is_spread=False
+        cnp.ndarray begins=None, cnp.ndarray sequences=None, bint is_spread=False
     ):
         """Begin a call for new tokens of each of some sequences with caches of their own.
 
@@ -144,6 +144,8 @@ cdef class Program:
             Of the tokens' positions, one sequence's after the other's.
         counts : ndarray of int64, shape [num_sequences], optional
             New tokens of each sequence; by default one.
+        begins : ndarray of int64, shape [num_sequences], optional
+            The first position that each sequence sees; by default all of them.
         observe, sequences, is_spread
             As `begin`'s.
 
@@ -153,7 +155,8 @@ cdef class Program:
             If these do not fit, or two sequences have one cache.
         MemoryError
         """
-        cdef cnp.ndarray begins = np.zeros(len(caches), np.int64)
+        if begins is None:
+            begins = np.zeros(len(caches), np.int64)
         if counts is None:
             counts = np.ones(len(caches), np.int64)
         self.context.begin(caches, lengths, 1, counts, begins, cos, sin, sequences)

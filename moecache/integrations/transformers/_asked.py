@@ -76,7 +76,10 @@ def find(model: Any, named: dict[str, Any]) -> Asked | None:
     wanted = named.get("logits_to_keep", 0)
     if begins is None or positions is None or not isinstance(wanted, int) or wanted < 0:
         return None
-    return Asked(ids, cache, length, begins, positions, min(wanted, each) or each)
+    num_logits = min(wanted, each) or each
+    if begins.max() > length + each - num_logits:
+        return None  # those of padding are modules'
+    return Asked(ids, cache, length, begins, positions, num_logits)
 
 
 def is_plain(model: Any, named: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from moecache.integrations.transformers._cache_layers import growth, is_dynamic
 from moecache.integrations.transformers._current import Current, Found
 from moecache.integrations.transformers._layer_experts import LayerExperts
 from moecache.integrations.transformers._lookahead import RouterLookAhead
+from moecache.integrations.transformers._padding import Ragged
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._prompting import in_parts
 from moecache.integrations.transformers._slots import SlotLayer
@@ -283,8 +284,8 @@ class Decoder:
         """Return logits; sequences of one cache begin at `begins`, or each has a cache."""
         program, reading, rotary = program or how.program, how.reading, how.rotary
         self._runtime.steps.check_usable()
-        num_rows = len(ids)
-        each = 1 if begins is None else num_rows // len(begins)
+        each = 1 if begins is None else len(ids) // len(begins)
+        ragged = Ragged.find(begins, lengths[0], each)
         pages: list[list[KeyValues | States | None]] = []
         for cache, length in zip(caches, lengths, strict=True):
             found = self._pages.of(cache, length, each)
@@ -293,13 +294,18 @@ class Decoder:
             pages.append(found)
         if begins is None and not self._pages.are_alike(caches):
             return None
-        hidden = program.hidden[:num_rows]
-        reading.embed(ids, hidden)
+        if ragged is not None:
+            ragged.clear(caches[0].layers)
+            ids, positions = [ids[row] for row in ragged.rows], positions[ragged.rows]
+        num_rows = len(ids)
+        reading.embed(ids, program.hidden[:num_rows])
         cos, sin = rotary.angles(positions, apart=begins is None)
         look_ahead = self._look_ahead() if num_rows <= MAX_ROWS else None
         observe = observer(self._runtime.steps, program, look_ahead)
         names = self._sequences
-        if names is None:
+        if ragged is not None:
+            names = ragged.names(self._runtime.steps.names_of(len(ragged.begins)))
+        elif names is None:
             names = self._runtime.steps.names_of(num_rows)
         where: dict[str, Any] = {
             "observe": observe,
@@ -307,25 +313,17 @@ class Decoder:
             "is_spread": self.experts.are_spread,
         }
         try:
-            if begins is None:
+            if ragged is not None:
+                where |= {"counts": ragged.counts, "begins": ragged.begins[ragged.texts]}
+                program.begin_together(ragged.pages(pages[0]), ragged.lengths, cos, sin, **where)
+            elif begins is None:
                 program.begin_together(pages, np.array(lengths), cos, sin, **where)
             else:
                 program.begin(pages[0], lengths[0], each, begins, cos, sin, **where)
         except ConfigError:
             # A cache that was made with other windows, say.
             return None
-        try:
-            missed = program.run()
-            while missed >= 0:
-                if num_rows <= MAX_ROWS:
-                    self._note(missed, program)
-                self.experts.wait_for(missed, program, num_rows, self._sequences)
-                program.resume()
-                missed = program.run()
-        except BaseException:
-            # It would hold keys and values up to the next call.
-            program.abandon()
-            raise
+        self._run(program, num_rows, self._sequences if ragged is None else names)
         logits = program.logits_of(num_logits)
         # All layers or none: a cache whose layers differ in length is no cache.
         with uninterrupted():
@@ -335,6 +333,21 @@ class Decoder:
             self._runtime.steps.count_leased(program.num_resident)
         self.counted(program, 0)
         return logits
+
+    def _run(self, program: Program, num_rows: int, names: np.ndarray | None) -> None:
+        """Compute a call that has begun; its rows' sequences are told if they are no batch's."""
+        try:
+            missed = program.run()
+            while missed >= 0:
+                if num_rows <= MAX_ROWS:
+                    self._note(missed, program)
+                self.experts.wait_for(missed, program, num_rows, names)
+                program.resume()
+                missed = program.run()
+        except BaseException:
+            # It would hold keys and values up to the next call.
+            program.abandon()
+            raise
 
     def counted(self, program: Program, num_steps: int) -> None:
         """Note what a call has computed.

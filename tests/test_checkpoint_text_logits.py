@@ -29,6 +29,7 @@ NAMES = (
     *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "lfm2_moe"),
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
+    *("llama4", "phimoe"),
 )
 # Made as for GGUF files.
 GEMMA = "gemma4 keys as values"
@@ -43,6 +44,23 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 SHARP = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+}
 IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 
 
@@ -100,6 +118,19 @@ def assert_near(path: Path, model: Any) -> None:
         ("minimax_m2", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}),
         ("qwen3_next", {"linear_num_value_heads": 2, "mlp_only_layers": []}),
         ("lfm2_moe", {"conv_bias": True, "use_expert_bias": False}),
+        ("qwen3_moe", {"rope_parameters": LLAMA3}),
+        ("llama4", {"rope_parameters": LLAMA3, "floor_scale": 4, "attention_chunk_size": 16}),
+        (
+            "llama4",
+            {
+                "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0},
+                "no_rope_layers": [1, 0, 0, 1],
+                "attn_temperature_tuning": False,
+                "use_qk_norm": False,
+                "moe_layers": [0, 2, 3],
+            },
+        ),
+        ("phimoe", {"rope_parameters": LONG, "sliding_window": 12, "lm_head_bias": False}),
     ],
     ids=str,
 )

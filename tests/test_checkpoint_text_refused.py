@@ -41,7 +41,8 @@ def changed(path: Path, into: Path, change: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "llama4_text"}, "model type 'llama4_text' runs with torch"),
+        ({"model_type": "jamba"}, "model type 'jamba' runs with torch"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "rope"),
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "are torch's"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in config.json"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
@@ -71,6 +72,46 @@ def test_what_no_recipe_says_runs_with_torch(
     with pytest.raises(NoTextModelError, match=reason):
         open_text_model(other)
     assert num_descriptors() == before
+
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+    **{f"{part}_factor": [1.0] * 4 for part in ("short", "long")},
+    **{f"{part}_mscale": 1.0 for part in ("short", "long")},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "reason"),
+    [
+        ("llama4", {"no_rope_layers": [2, 1, 1, 1]}, r"no_rope_layers is \[2"),
+        ("llama4", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
+        ("llama4", {"no_rope_layers": [], "layer_types": "gone", "moe_layers": [7]}, "moe_layers"),
+        ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is None"),
+        ("llama4", {"num_experts_per_tok": 2}, "inputs of 2 experts of a token have scales"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3"),
+        ("phimoe", {"head_dim": 4}, "num_attention_heads is"),
+        ("phimoe", {"rope_parameters": LONG | {"long_mscale": 2.0}}, "rope_parameters is"),
+        ("phimoe", {"rope_parameters": LONG | {"short_mscale": None}}, "rope_parameters is"),
+        ("phimoe", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "rope_parameters is"),
+        ("phimoe", {"rope_parameters": LONG | {"long_factor": [1.0] * 3 + [0]}}, "rope_parameters"),
+        (
+            "phimoe",
+            {"rope_parameters": LONG | {"original_max_position_embeddings": None}},
+            "rope_parameters is",
+        ),
+    ],
+    ids=str,
+)
+def test_what_families_say_otherwise_runs_with_torch(
+    tmp_path: Path, name: str, said: dict[str, Any], reason: str
+) -> None:
+    """Lists of other lengths and values, and scales that depend on a text's length."""
+    written = write_checkpoint(FAMILIES[name], tmp_path / "model", "float32")
+    with pytest.raises(NoTextModelError, match=reason):
+        open_text_model(changed(written, tmp_path / "other", said))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
         yield FACTORS, (facts.all_heads()[0].turned // 2,)  # of layers that see all positions
     if facts.has_long_factors:
         for name in LONG_FACTORS:
-            yield name, (facts.all_heads()[0].turned // 2,)
+            if name in found:
+                yield name, (facts.all_heads()[0].turned // 2,)
     for block in range(facts.num_layers):
         at = f"blk.{block}"
         yield from _norm(facts, f"{at}.attn_norm")

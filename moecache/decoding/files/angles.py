@@ -17,8 +17,8 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
     ----------
     rope : mapping
         As transformers' `rope_parameters`, of type "default", "linear", "yarn", "proportional",
-        "llama3", with all its `factors`, or "longrope", whose factors are those of a text that is
-        no longer than those of training.
+        "llama3", with all its `factors` or with what they are made of, or "longrope", whose
+        factors are those of a text that is no longer than those of training.
     width : int
         Numbers of a head that are turned.
 
@@ -38,8 +38,10 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
         return found, one
     if kind == "longrope":
         return found / np.array(rope["short_factor"], np.float32), np.float32(_turn_scale(rope))
-    if kind == "llama3":
+    if kind == "llama3" and "factors" in rope:
         return found / np.array(rope["factors"], np.float32), one
+    if kind == "llama3":
+        return _llama3(found, rope), one
     slow = found / np.float32(rope["factor"])
     if kind == "linear":
         return slow, one
@@ -52,6 +54,22 @@ def frequencies(rope: Mapping[str, Any], width: int) -> tuple[np.ndarray, np.flo
     ramp = (pairs - np.float32(low)) / np.float32((high - low) or 0.001)
     kept = one - np.clip(ramp, np.float32(0), one)
     return slow * (one - kept) + found * kept, np.float32(_turn_scale(rope))
+
+
+def _llama3(found: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
+    """Return frequencies of which slow ones are slower, and those between partly.
+
+    Grattafiori et al., The Llama 3 Herd of Models, 2024, as transformers computes it.
+    """
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, length = (np.float32(rope[name]) for name in names)
+    waves = np.float32(2 * math.pi) / found
+    is_slow, is_quick = waves > length / low, waves < length / high
+    slow = np.where(is_slow, found / factor, found)
+    if low == high:
+        return slow
+    part = (length / waves - low) / (high - low)
+    return np.where(is_slow | is_quick, slow, (np.float32(1) - part) * slow / factor + part * slow)
 
 
 def sharpness(factor: float, multiplier: float = 1.0) -> float:

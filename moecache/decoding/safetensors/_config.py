@@ -11,6 +11,8 @@ _MISSING: Any = object()
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 # Longer ones are no model's, and their logarithms no numbers.
 _LONGEST = 2.0**40
+# Texts that are no longer than those of training, and longer ones.
+_PARTS = ("short", "long")
 # What a rotation of a text takes no notice of: parts of positions in images.
 _UNUSED = frozenset(("mrope_section", "mrope_interleaved", "type"))
 
@@ -135,7 +137,7 @@ class Config:
             Whether a part of a head may be said to be turned though all of it is by default.
         """
         name, said = self._said_rope()
-        found = self._rope(name, said, share, ("default", "linear", "yarn"))
+        found = self._rope(name, said, share, ("default", "linear", "yarn", "llama3"))
         # Families that turn whole heads take no notice of it.
         if share == 1 and "partial_rotary_factor" in found and not is_partial:
             raise self.unsupported("partial_rotary_factor")
@@ -156,6 +158,37 @@ class Config:
         found = self._rope(name, {**said, "rope_type": "default"}, 1.0, ("default",))
         found["rope_theta"] *= self._real(name, alpha, 0.0) ** (width / (width - 2))
         return found
+
+    def long_rope(self, width: int) -> dict[str, Any]:
+        """Return those of PhiMoE's: "longrope", with a scale for short texts, and one for long.
+
+        Parameters
+        ----------
+        width : int
+            Numbers of a head, all of which are turned.
+        """
+        name, said = self._said_rope()
+        if said.get("rope_type", said.get("type")) != "longrope":
+            return self.rope()
+        found = self._rope(name, {**said, "rope_type": "default"}, 1.0, ("default",))
+        scales = [self._real(name, said.get(f"{part}_mscale"), 0.0) for part in _PARTS]
+        length = said.get("original_max_position_embeddings")
+        length = self.get("original_max_position_embeddings") if length is None else length
+        factors = [said.get(f"{part}_factor") for part in _PARTS]
+        for each in factors:
+            if not isinstance(each, list) or len(each) != width // 2:
+                raise self.unsupported(name)
+            for factor in each:
+                self._real(name, factor, 2.0**-20)
+        if factors[0] == factors[1] and scales[0] != scales[1]:
+            raise self.unsupported(name)
+        return {
+            **found,
+            "rope_type": "longrope",
+            "original_max_position_embeddings": int(self._real(name, length, 1.0)),
+            "attention_factor": scales[0],
+            **{f"{part}_factor": each for part, each in zip(_PARTS, factors, strict=True)},
+        }
 
     def _said_rope(self) -> tuple[str, dict[str, Any]]:
         """Return the name and value of the one key that says how positions are turned."""
@@ -196,6 +229,8 @@ class Config:
         found["factor"] = factor
         if kind == "linear":
             return found
+        if kind == "llama3":
+            return {**found, **self._llama3(name, said)}
         return {**found, **self._yarn(name, said)}
 
     def has(self, name: str) -> bool:
@@ -234,6 +269,14 @@ class Config:
         if not isinstance(truncate, bool) or said:
             raise self.unsupported(name)
         return {**found, "truncate": truncate}
+
+    def _llama3(self, name: str, said: dict[str, Any]) -> dict[str, Any]:
+        """Return what a rotation by Llama 3's rule has beside its factor."""
+        keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        found = {key: self._real(name, said.pop(key, None), 2.0**-20) for key in keys}
+        if said:
+            raise self.unsupported(name)
+        return found
 
     def _found(self, name: str, default: Any) -> Any:
         if default is not None and self._values.get(name, default) is None:

@@ -14,7 +14,8 @@ from moecache.stores._matrices import Matrix
 from moecache.stores._quantized import BESIDE
 
 _LAYER = re.compile(r"(.*?)layers\.(\d{1,9})\.(.*)")
-_HEAD = re.compile(r"(?:.*\.)?lm_head\.weight")
+_HEAD = re.compile(r"(?:.*\.)?lm_head\.(weight|bias)")
+_OUT_NORMS = ("norm", "embedding_norm", "norm_f")
 # Of families with norms before and behind both parts.
 _PART_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -35,6 +36,8 @@ _MODULES = {
     "ffn_norm": "ffn_norm",
     **{f"conv.{part}": f"shortconv.{part}" for part in ("in_proj", "conv", "out_proj")},
     "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{f"feed_forward.w{i}": f"ffn_{part}" for i, part in enumerate(("gate", "down", "up"), 1)},
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -63,8 +66,11 @@ _MODULES = {
     "linear_attn.out_proj": "ssm_out",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     **{
-        f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
-        for shared in ("shared_expert", "shared_experts", "shared_mlp")
+        f"{shared}.{part}_proj": f"ffn_{part}_shexp"
+        for shared in (
+            *("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp"),
+            "feed_forward.shared_expert",
+        )
         for part in ("gate", "up", "down")
     },
 }
@@ -252,13 +258,14 @@ class RenamedStore:
 
     def _name(self, own: str) -> str:
         """Return a tensor's name; its own if none is known, which no model asks for."""
-        if _HEAD.fullmatch(own):
-            return HEAD
+        if head := _HEAD.fullmatch(own):
+            return f"{HEAD.removesuffix('weight')}{head.group(1)}"
         match = _LAYER.fullmatch(own)
         if match is None:
             rest = own.removeprefix(self._prefix)
-            if rest in ("norm.weight", "embedding_norm.weight", "norm_f.weight"):
-                return f"{self._out_norm}.weight"
+            module, _, leaf = rest.rpartition(".")
+            if module in _OUT_NORMS:
+                return f"{self._out_norm}.{leaf}"
             return EMBEDDING if rest in ("embed_tokens.weight", "embeddings.weight") else own
         _, layer, rest = match.groups()
         if int(layer) >= self._num_layers:

@@ -125,6 +125,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "hy_v3": Row("hy_v3", "HYV3", _settings.hy_v3, head_dim=128),
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
+    "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, may_be_transposed=True),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
@@ -140,6 +141,7 @@ ROWS: Mapping[str, Row] = {
         activation=("mlp_hidden_act", "relu2"),
     ),
     "olmoe": Row("olmoe", "Olmoe", _settings.olmoe),
+    "phimoe": Row("phimoe", "Phimoe", _settings.phimoe, share=0.0),
     "qwen2_moe": Row("qwen2moe", "Qwen2Moe", _settings.qwen2),
     "qwen3_5_moe_text": Row("qwen35moe", "Qwen3_5Moe", _stateful.linear, head_dim=256, share=0.25),
     "qwen3_moe": Row("qwen3moe", "Qwen3Moe", _settings.qwen3),

@@ -4,7 +4,7 @@ from typing import Any
 
 from moecache.decoding.safetensors._config import Config
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def qwen(config: Config, *, is_normalized: bool = False) -> dict[str, Any]:
@@ -68,6 +68,51 @@ def gpt_oss_gate(config: Config) -> dict[str, Any]:
         "alpha": config.real("swiglu_alpha", 1.702),
         "limit": config.real("swiglu_limit", 7.0, least=-1.0),
         "is_interleaved": True,
+    }
+
+
+def llama4(config: Config) -> dict[str, Any]:
+    layers = range(config.num_layers)
+    interval = config.size("no_rope_layer_interval", 4, least=1)
+    # An empty list says nothing.
+    turned = config.get("no_rope_layers") or [int((at + 1) % interval != 0) for at in layers]
+    is_list = isinstance(turned, list) and len(turned) >= len(layers)
+    if not is_list or any(type(one) is not int or one not in (0, 1) for one in turned):
+        raise config.unsupported("no_rope_layers")
+    step = config.size("interleave_moe_layer_step", 1, least=1)
+    routed = config.get("moe_layers", list(layers[step - 1 :: step]))
+    if not isinstance(routed, list) or not {*map(str, routed)} <= {*map(str, layers)}:
+        raise config.unsupported("moe_layers")
+    usual = [CHUNKED if one else FULL for one in turned[: len(layers)]]
+    found = {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "intermediate_size_mlp": config.size("intermediate_size_mlp", 16384, least=1),
+        "moe_layers": routed,
+        "use_qk_norm": config.flag("use_qk_norm", True),
+        "no_rope_layers": turned,
+        "layer_types": config.kinds("layer_types", (CHUNKED, FULL), usual),
+        "attention_chunk_size": int(config.real("attention_chunk_size", 8192.0)),
+        "attention_bias": config.flag("attention_bias", False),
+    }
+    # Published as a number, too.
+    if config.get("attn_temperature_tuning", True):
+        found["floor_scale"] = config.real("floor_scale", 8192.0)
+        found["attn_scale"] = config.real("attn_scale", 0.1)
+    return found
+
+
+def phimoe(config: Config) -> dict[str, Any]:
+    config.demand("num_experts_per_tok", 2)  # its router chooses two
+    hidden, heads = (config.size(name, least=1) for name in ("hidden_size", "num_attention_heads"))
+    if hidden % heads or config.size("head_dim", hidden // heads) != hidden // heads:
+        raise config.unsupported("num_attention_heads")
+    return {
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "router_jitter_noise": config.real("router_jitter_noise", 0.01, least=-1.0),
+        "rope_parameters": config.long_rope(hidden // heads),
+        "attention_bias": config.flag("attention_bias", False),
+        "lm_head_bias": config.flag("lm_head_bias", False),
+        "sliding_window": mixtral(config)["sliding_window"],
     }
 
 

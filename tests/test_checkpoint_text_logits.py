@@ -16,6 +16,7 @@ from moecache.decoding.safetensors._rows import ROWS
 from tests.helpers import quantized
 from tests.helpers.families import FAMILIES, Family, write_checkpoint
 from tests.helpers.gguf_texts import parts_of
+from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.offloading import load_in_slots, load_whole
 
 torch = pytest.importorskip("torch")
@@ -29,8 +30,9 @@ NAMES = (
     *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "lfm2_moe"),
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
-    *("llama4", "phimoe"),
+    *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
 )
+ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
 GEMMA = "gemma4 keys as values"
 OTHERS = (
@@ -66,7 +68,7 @@ IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 
 def made(name: str, **settings: Any) -> Family:
     """Return a family with other settings."""
-    family = FAMILIES[name]
+    family = ALL[name]
     return replace(family, settings={**family.settings, **settings})
 
 
@@ -130,6 +132,13 @@ def assert_near(path: Path, model: Any) -> None:
                 "moe_layers": [0, 2, 3],
             },
         ),
+        (
+            "mellum",
+            {
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+        ),
         ("phimoe", {"rope_parameters": LONG, "sliding_window": 12, "lm_head_bias": False}),
     ],
     ids=str,
@@ -164,7 +173,7 @@ def test_logits_of_other_families_are_those_of_transformers(tmp_path: Path, name
 
 def test_every_row_is_compared() -> None:
     """Kimi K2's is DeepSeek V3's."""
-    kinds = {FAMILIES[name].config().get_text_config().model_type for name in NAMES}
+    kinds = {ALL[name].config().get_text_config().model_type for name in NAMES}
     kinds |= {parts_of(name)[0].config.model_type for name in (*OTHERS, GEMMA)}
     assert kinds | {"kimi_k2"} == set(ROWS)
 
@@ -324,7 +333,7 @@ def test_bits_are_those_of_the_program_with_torch(tmp_path: Path, name: str) -> 
     """In bfloat16, as most are published. Gemma 4's embeddings are scaled in it, and not here."""
     path = tmp_path / "model"
     if name in NAMES:
-        write_checkpoint(FAMILIES[name], path, "bfloat16")
+        write_checkpoint(ALL[name], path, "bfloat16")
     else:
         saved(name, path, torch.bfloat16)
     with open_text_model(path, "50%") as ours:

@@ -17,6 +17,7 @@ from moecache.decoding.files.recipes import FileModel
 from moecache.errors import MoeCacheError
 from moecache.stores import open_store
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.pages import num_descriptors
 
 pytest.importorskip("torch")
@@ -91,6 +92,14 @@ LONG = {
         ("llama4", {"no_rope_layers": [], "layer_types": "gone", "moe_layers": [7]}, "moe_layers"),
         ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is None"),
         ("llama4", {"num_experts_per_tok": 2}, "inputs of 2 experts of a token have scales"),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave is False"),
+        (
+            "glm4_moe_lite",
+            {"first_k_dense_replace": 2, "mlp_layer_types": "gone"},
+            "first_k_dense_replace is 2",
+        ),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1"),
+        ("mellum", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_param"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3"),
         ("phimoe", {"head_dim": 4}, "num_attention_heads is"),
         ("phimoe", {"rope_parameters": LONG | {"long_mscale": 2.0}}, "rope_parameters is"),
@@ -109,7 +118,8 @@ def test_what_families_say_otherwise_runs_with_torch(
     tmp_path: Path, name: str, said: dict[str, Any], reason: str
 ) -> None:
     """Lists of other lengths and values, and scales that depend on a text's length."""
-    written = write_checkpoint(FAMILIES[name], tmp_path / "model", "float32")
+    family = {**MORE_FAMILIES, **FAMILIES}[name]
+    written = write_checkpoint(family, tmp_path / "model", "float32")
     with pytest.raises(NoTextModelError, match=reason):
         open_text_model(changed(written, tmp_path / "other", said))
 

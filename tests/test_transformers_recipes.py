@@ -106,6 +106,17 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "latents of experts": ("nemotron_h", {"moe_latent_size": 16}),
     "no shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
+    "latents of 4.7": ("glm4_moe_lite", {}),
+    "heads without norms": ("solar_open", {}),
+    "pictures": ("glm4v_moe", {}),
+    "pictures and sound": ("qwen3_omni_moe", {}),
+    "two rotations": (
+        "mellum",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "long rope": ("phimoe", {"rope_parameters": _LONG_ROPE, "head_dim": 8}),
     "part of the head": (
         "minimax_m2",

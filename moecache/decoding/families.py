@@ -153,9 +153,15 @@ _GRANITE = Family(
 # By the classes of attention and of the block of experts, and the file of `transformers.models`.
 FAMILIES = {
     ("qwen3_moe", "Qwen3MoeAttention", "Qwen3MoeSparseMoeBlock"): Family(),
+    ("mellum", "MellumAttention", "MellumSparseMoeBlock"): Family(),
     ("qwen3_vl_moe", "Qwen3VLMoeTextAttention", "Qwen3VLMoeTextSparseMoeBlock"): Family(
         is_normalized=True
     ),
+    (
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeThinkerTextAttention",
+        "Qwen3OmniMoeThinkerTextSparseMoeBlock",
+    ): Family(),
     ("qwen2_moe", "Qwen2MoeAttention", "Qwen2MoeSparseMoeBlock"): Family(
         shared="shared_expert", shared_weight="shared_expert_gate"
     ),
@@ -184,6 +190,8 @@ FAMILIES = {
         scales_by_root="mup_enabled",
     ),
     ("glm4_moe", "Glm4MoeAttention", "Glm4MoeMoE"): _SIGMOID,
+    ("glm4v_moe", "Glm4vMoeTextAttention", "Glm4vMoeTextMoE"): _SIGMOID,
+    ("solar_open", "SolarOpenAttention", "SolarOpenMoE"): _SIGMOID,
     ("dots1", "Dots1Attention", "Dots1MoE"): _SIGMOID,
     ("exaone_moe", "ExaoneMoeAttention", "ExaoneMoeSparseMoEBlock"): replace(
         _SIGMOID, turns_windows=True
@@ -197,6 +205,9 @@ FAMILIES = {
     ),
     # Kimi K2 is one, too.
     ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(
+        _SIGMOID, pairs="neighbours to halves", is_latent=True
+    ),
+    ("glm4_moe_lite", "Glm4MoeLiteAttention", "Glm4MoeLiteMoE"): replace(
         _SIGMOID, pairs="neighbours to halves", is_latent=True
     ),
     ("deepseek_v2", "DeepseekV2Attention", "DeepseekV2Moe"): Family(

@@ -109,6 +109,8 @@ ROWS: Mapping[str, Row] = {
         activation=("hidden_activation", "gelu_pytorch_tanh"),
     ),
     "glm4_moe": Row("glm4moe", "Glm4Moe", _settings.glm4, share=0.5),
+    "glm4_moe_lite": Row("deepseek2", "Glm4MoeLite", _settings.glm4_lite),
+    "glm4v_moe_text": Row("glm4moe", "Glm4vMoe", _settings.glm4v, share=0.5),
     "gpt_oss": Row(
         "gpt-oss",
         "GptOss",
@@ -127,6 +129,7 @@ ROWS: Mapping[str, Row] = {
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, may_be_transposed=True),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
+    "mellum": Row("qwen3moe", "Mellum", _settings.mellum, head_dim=128, share=0.0),
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
     ),
@@ -146,5 +149,6 @@ ROWS: Mapping[str, Row] = {
     "qwen3_5_moe_text": Row("qwen35moe", "Qwen3_5Moe", _stateful.linear, head_dim=256, share=0.25),
     "qwen3_moe": Row("qwen3moe", "Qwen3Moe", _settings.qwen3),
     "qwen3_next": Row("qwen3next", "Qwen3Next", _stateful.qwen3_next, head_dim=256, share=0.25),
+    "solar_open": Row("glm4moe", "SolarOpen", _settings.solar, head_dim=128),
     "qwen3_vl_moe_text": Row("qwen3vlmoe", "Qwen3VLMoe", _settings.qwen3, may_be_transposed=True),
 }

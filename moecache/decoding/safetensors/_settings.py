@@ -209,14 +209,21 @@ def granite_shared(config: Config) -> dict[str, Any]:
 
 def grouped(config: Config, *, is_normalized: bool = True) -> dict[str, Any]:
     """Return what models say that choose experts of the best groups, behind dense layers."""
+    return {
+        **chosen(config, is_normalized=is_normalized),
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "first_k_dense_replace": config.size("first_k_dense_replace"),
+    }
+
+
+def chosen(config: Config, *, is_normalized: bool = True) -> dict[str, Any]:
+    """Return what models say of experts of the best groups, and of those for all tokens."""
     config.require("moe_layer_freq", 1)
     # Transformers has no other, whatever is said.
     config.require("scoring_func", "sigmoid", "softmax", "noaux_tc")
     return {
-        "intermediate_size": config.size("intermediate_size", least=1),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
         "n_shared_experts": config.size("n_shared_experts", least=1),
-        "first_k_dense_replace": config.size("first_k_dense_replace"),
         "routed_scaling_factor": config.real("routed_scaling_factor", least=-1.0),
         "norm_topk_prob": config.flag("norm_topk_prob", is_normalized),
         "n_group": config.size("n_group", 1, least=1),
@@ -229,14 +236,42 @@ def glm4(config: Config) -> dict[str, Any]:
     return {**grouped(config), "use_qk_norm": config.flag("use_qk_norm", False)}
 
 
+def glm4v(config: Config) -> dict[str, Any]:
+    return {**grouped(config), "use_qk_norm": False}
+
+
+def solar(config: Config) -> dict[str, Any]:
+    width = config.size("moe_intermediate_size", least=1)
+    settings = {"intermediate_size": width, "first_k_dense_replace": 0, "use_qk_norm": False}
+    config.require("first_k_dense_replace", 0)
+    return {**chosen(config), **settings}
+
+
+def glm4_lite(config: Config) -> dict[str, Any]:
+    config.require("topk_method", "noaux_tc")
+    config.require("rope_interleave", True)
+    if config.get("mlp_layer_types") is None:
+        config.require("first_k_dense_replace", 1)  # transformers has no other then
+    usual = ["dense", *["sparse"] * (config.num_layers - 1)]
+    return {
+        **chosen(config),
+        **latent_sizes(config),
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "mlp_layer_types": config.kinds("mlp_layer_types", ("dense", "sparse"), usual),
+    }
+
+
 def latents(config: Config) -> dict[str, Any]:
+    return {**grouped(config), **latent_sizes(config)}
+
+
+def latent_sizes(config: Config) -> dict[str, Any]:
     if not config.has("q_lora_rank"):
         raise config.missing("q_lora_rank")
     # Some configurations have zero for what has no rank.
     rank = config.size("q_lora_rank", None) or None
     widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     return {
-        **grouped(config),
         **{name: config.size(name, least=1) for name in widths},
         "q_lora_rank": rank,
     }
@@ -281,6 +316,23 @@ def hunyuan(config: Config) -> dict[str, Any]:
         "intermediate_size": config.size("intermediate_size", least=1),
         "attention_bias": config.flag("attention_bias", False),
         "rope_parameters": config.stretched_rope(config.size("head_dim", usual, least=1)),
+    }
+
+
+def mellum(config: Config) -> dict[str, Any]:
+    num = config.num_layers
+    kinds = config.kinds("layer_types", (SLIDING, FULL), [FULL] * num)
+    return {
+        "mlp_layer_types": config.kinds("mlp_layer_types", ("dense", "sparse"), ["sparse"] * num),
+        "intermediate_size": config.size("intermediate_size"),
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+        "norm_topk_prob": config.flag("norm_topk_prob", True),
+        "attention_bias": config.flag("attention_bias", False),
+        "layer_types": kinds,
+        "sliding_window": int(config.real("sliding_window")),
+        "rope_parameters": {kind: config.rope_of(kind) for kind in sorted({*kinds})},
+        "num_global_key_value_heads": config.size("num_key_value_heads", least=1),
+        "global_head_dim": config.size("head_dim", 128, least=1),
     }
 
 

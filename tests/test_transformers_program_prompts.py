@@ -206,6 +206,28 @@ def test_rows_of_a_batch_have_the_bits_that_they_have_alone(model: Any) -> None:
         assert torch.equal(model(token[row : row + 1], past_key_values=own).logits[0], after[row])
 
 
+def test_a_text_has_the_loss_that_its_own_forward_gives_it(
+    qwen3_moe: Path, short_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program's logits; what is not the usual loss is left to the modules."""
+    model, ids = load_in_slots(qwen3_moe, compute="fast"), tokens_of(50, 2)
+    labels = ids.masked_fill(torch.arange(50) % 7 == 0, -100)
+    with model.moecache, torch.no_grad():
+        own, calls = type(model).forward, []
+        expected = own(model, ids, labels=labels).loss
+        monkeypatch.setattr(
+            type(model.model), "forward", lambda *given, **named: calls.append(1) or 1 / 0
+        )
+        out = model(ids, labels=labels)
+        assert not calls
+        assert (out.loss - expected).abs() < 1e-5 * expected
+        assert out.to_tuple()[0] is out.loss
+        assert torch.equal(out.logits, model(ids).logits)
+        for others in ({"labels": labels[:, 1:]}, {"labels": labels, "logits_to_keep": 3}):
+            with pytest.raises(ZeroDivisionError):
+                model(ids, **others)
+
+
 @pytest.mark.parametrize("num_before", [0, 30])
 def test_a_prompt_that_fails_leaves_its_cache_as_it_was(
     model: Any, monkeypatch: pytest.MonkeyPatch, num_before: int

@@ -35,8 +35,8 @@ class Role:
         Matrices of as many rows, one above the other, which the format has each for itself: 2 for
         a "gate_up" of two tensors.
     is_transposed : bool, default False
-        Whether the file has the matrix, of no format, as [columns, rows]. A slot in RAM takes it
-        as [rows, columns].
+        Whether the file has the matrix, of no format, as [columns, rows]. Slots take it as
+        [rows, columns].
 
     Raises
     ------
@@ -105,8 +105,11 @@ class Role:
     @property
     def array_shape(self) -> tuple[int, ...]:
         """Shape of the array that has a file's bytes; a role with a format has them in a row."""
-        if self.is_transposed:
-            return self.shape[::-1]
+        return self.shape[::-1] if self.is_transposed else self.device_shape
+
+    @property
+    def device_shape(self) -> tuple[int, ...]:
+        """Shape of the array in a slot of a GPU, which has the file's bytes, but as rows."""
         return (self.nbytes,) if self.format else self.shape
 
 

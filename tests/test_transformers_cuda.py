@@ -49,9 +49,9 @@ def added_otherwise(rows: Any, matrices: Any, *, offs: Any) -> Any:
     return out
 
 
-@pytest.fixture(params=["qwen3_moe", "gpt_oss", "llama4"])
+@pytest.fixture(params=["qwen3_moe", "gpt_oss", "llama4", "qwen3_vl_moe_hub"])
 def family(request: pytest.FixtureRequest) -> Any:
-    """Return a family of each kind: plain, transposed with biases, patched."""
+    """Return a family of each kind: plain, transposed with biases, patched, transposed in files."""
     return FAMILIES[request.param]
 
 

@@ -71,6 +71,8 @@ class Held:
             If the parts of a format cannot be, such as scales that are no numbers.
         """
         if self.tiler is not None:
+            if self.role.is_transposed:
+                part = np.ascontiguousarray(part)
             # The tiler finds scales that are no numbers.
             if self.tiler.tile(part, target) or self.has_to_be_checked:
                 self.check(part)

@@ -56,7 +56,7 @@ def shared_form(layout: ExpertLayout, role: str) -> tuple[tuple[int, ...], np.dt
         If there is no such role, or layers differ in it.
     """
     named = (one for roles in layout.layers for one in roles if one.name == role)
-    variants = {(one.array_shape, one.dtype) for one in named}
+    variants = {(one.device_shape, one.dtype) for one in named}
     if len(variants) != 1:
         problem = "layers differ in it" if variants else "there is no such role"
         raise ConfigError(f"no slab for role {role!r}: {problem}")

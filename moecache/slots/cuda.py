@@ -15,6 +15,7 @@ from moecache.errors import ConfigError, MoeCacheError
 from moecache.interrupts import uninterrupted
 from moecache.layout import ExpertLayout
 from moecache.slots._form import SlotForm
+from moecache.slots._held import hold
 from moecache.slots._memory import aligned_rows, check_parts, shared_form
 from moecache.slots._pinned import PinnedBuffers
 from moecache.slots._uploads import Uploads
@@ -116,6 +117,11 @@ class CudaSlots:
         # The end of the process frees everything, in its own order.
         self._end.atexit = False
         self._closed = False
+        # Of each layer, the roles that a file has transposed.
+        self._turned = [
+            {role.name: hold(role) for role in roles if role.is_transposed}
+            for roles in layout.layers
+        ]
         # By slot: the buffer that an expert is read into, its layer, and the buffer's arrays.
         self._lent: dict[int, tuple[np.ndarray, int, dict[str, np.ndarray]]] = {}
 
@@ -141,7 +147,7 @@ class CudaSlots:
 
     @property
     def converts(self) -> bool:
-        """False: the device has the bytes of the file."""
+        """False: the device has the bytes of the file, if some in another order."""
         return False
 
     @property
@@ -207,7 +213,7 @@ class CudaSlots:
             role.name: self.device.array(
                 self._memory,
                 slot * self.slot_stride + self._form.offsets[role.name],
-                role.array_shape,
+                role.device_shape,
                 role.dtype,
             )
             for role in self._layout.layers[layer]
@@ -224,7 +230,7 @@ class CudaSlots:
             role.name: self.device.array(
                 self._memory,
                 slot * self.slot_stride + self._form.offsets[role.name],
-                (*role.array_shape[:-1], role.nbytes // math.prod(role.array_shape[:-1])),
+                (*role.device_shape[:-1], role.nbytes // math.prod(role.device_shape[:-1])),
                 np.dtype(np.uint8),
             )
             for role in self._layout.layers[layer]
@@ -283,6 +289,8 @@ class CudaSlots:
         buffer, _, _ = self._lent.pop(slot)
         span = self._form.span(layer)
         try:
+            if self._turned[layer]:
+                buffer = self._with_rows(buffer, layer)
             self._uploads.begin(slot, buffer, span, num_bytes, behind=behind)
         except BaseException:
             self._buffers.give_back(buffer)
@@ -327,6 +335,23 @@ class CudaSlots:
     def __exit__(self, *_: object) -> None:
         """Close the pool."""
         self.close()
+
+    def _with_rows(self, buffer: np.ndarray, layer: int) -> np.ndarray:
+        """Return a buffer in the place of one whose matrices are as a file has them."""
+        other = self._take_buffer()
+        try:
+            given, made = (self._form.views(one, layer) for one in (buffer, other))
+            for name, part in given.items():
+                held = self._turned[layer].get(name)
+                if held is None:
+                    made[name][...] = part
+                else:
+                    held.fill(made[name].reshape(held.shape), part)
+        except BaseException:
+            self._buffers.give_back(other)
+            raise
+        self._buffers.give_back(buffer)
+        return other
 
     def _take_buffer(self) -> np.ndarray:
         while True:

@@ -123,7 +123,7 @@ class CheckpointStore(ABC):
         """Say that these roles' matrices are stored as [in, out]: slots take them as [out, in].
 
         For a host that knows it of its model, before it asks for anything. What is read is as
-        before; kernels compute what is in slots in RAM.
+        before; kernels compute what is in slots.
 
         Parameters
         ----------

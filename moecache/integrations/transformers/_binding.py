@@ -137,7 +137,7 @@ def bind_to(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list
             "checkpoint with moecache.open"
         )
     bindings = bind(model, store)
-    check_order(bindings, str(store.path))
+    _check_order(bindings, str(store.path))
     for binding in bindings:
         if any(role.format for role in store.layout.layers[binding.layer]):
             continue
@@ -153,19 +153,15 @@ def bind_to(model: transformers.PreTrainedModel, runtime: ExpertRuntime) -> list
     return bindings
 
 
-def check_order(bindings: Sequence[Binding], path: str, remedy: str = "") -> None:
-    """Raise ConfigError if slots would have matrices in another order than the model."""
+def _check_order(bindings: Sequence[Binding], path: str) -> None:
+    """Raise ConfigError if slots have matrices in another order than the model."""
     for binding in bindings:
         if binding.transposed:
             names = sorted(binding.transposed)
             raise ConfigError(
                 f"{path}: {' and '.join(names)} of {binding.path} are stored transposed, as "
-                "[in, out]; "
-                + (
-                    remedy
-                    or "open the runtime with a store of moecache.open_store, after its "
-                    f"transpose_roles({names})"
-                )
+                "[in, out]; open the runtime with a store of moecache.open_store, after its "
+                f"transpose_roles({names})"
             )
 
 

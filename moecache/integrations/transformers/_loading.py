@@ -159,7 +159,7 @@ def load(
         raise ConfigError("placement and rank_timeout_s are for expert_parallel=True")
     on_host = parse_device(device) is None
     # A failure on one rank is told to the others.
-    with nullcontext() if ranks is None else ranks, Source(path, on_host=on_host) as source:
+    with nullcontext() if ranks is None else ranks, Source(path) as source:
         # Before the trunk is read, which may take minutes.
         _check(device, options, from_pretrained, compute=compute, trunk=trunk)
         check_model(source.path)
@@ -178,8 +178,7 @@ def load(
                 f'compute="fast" on {device} is for one process; with expert_parallel use "torch"'
             )
         source.store.keep_layers(source.layers)
-        if on_host:
-            source.transpose(compute)
+        source.transpose(compute)
         share = None if ranks is None else _share_of(ranks, source.store.layout, placement)
         look_ahead = options.get("prefetch") == "router"
         if look_ahead:

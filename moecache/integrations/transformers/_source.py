@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from moecache.errors import ConfigError, StoreError
-from moecache.integrations.transformers._binding import Binding, bind, check_order, usual_compute
+from moecache.integrations.transformers._binding import Binding, bind, usual_compute
 from moecache.integrations.transformers._experts import is_transposed
 from moecache.integrations.transformers._slots import NUMPY_TYPES
 from moecache.runtime import head_start
@@ -28,8 +28,6 @@ class Source:
     path : str, Path or CheckpointStore, optional
         A path is opened when it is first needed: without one, and if it is
         a name on the hub, as soon as `from_pretrained` has found its files.
-    on_host : bool, default True
-        Whether slots will be in RAM.
 
     Attributes
     ----------
@@ -42,15 +40,12 @@ class Source:
         The multiplier if nobody says.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | CheckpointStore = "", *, on_host: bool = True
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | CheckpointStore = "") -> None:
         self._store = path if isinstance(path, CheckpointStore) else None
         self.path = path.path if isinstance(path, CheckpointStore) else path
         self.layers: list[str] = []
         self.dtype: np.dtype[Any] | None = None
         self.compute = ""
-        self._on_host = on_host
         # Roles that are [in, out] in the checkpoint alone, and in the model, too.
         self._transposed: set[str] = set()
         self._turnable: set[str] = set()
@@ -80,8 +75,6 @@ class Source:
             _check_files(self.open(_directory_of(checkpoint_files)), checkpoint_files or ())
         bindings = bind(model, self.store)
         self._transposed = {role for one in bindings for role in one.transposed}
-        if not self._on_host:
-            check_order(bindings, str(self.path), 'on a GPU they stay so: use device="cpu"')
         turned = [one.layer for one in bindings if is_transposed(one.module)]
         roles = (role for layer in turned for role in self.store.layout.layers[layer])
         self._turnable = {role.name for role in roles if len(role.shape) == 2 and not role.format}
@@ -91,7 +84,7 @@ class Source:
         return bindings
 
     def transpose(self, compute: str) -> None:
-        """Have slots in RAM take matrices as the model has them, and as kernels want them."""
+        """Have slots take matrices as the model has them, and as kernels want them."""
         turned = self._transposed if compute == "torch" else self._transposed | self._turnable
         self.store.transpose_roles(turned)
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from moecache import cli
+from moecache.commands.conversation import read_conversation, write_conversation
+from moecache.errors import StoreError
 from tests.helpers.serving import write_chat_model
 
 pytest.importorskip("torch")
@@ -94,6 +96,35 @@ def test_commands_are_obeyed_and_no_part_of_the_conversation(
     for part in ("layer 7:", "Ctrl-C", "/frobnicate is none of /reset, /stats, /help"):
         assert part in shown.err
     assert asked == []
+
+
+def test_a_pipe_is_no_conversation(tmp_path: Path) -> None:
+    """Nobody may ever write to it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreError, match="is no regular file"):
+        read_conversation(str(tmp_path / "pipe"))
+
+
+def test_a_full_disk_does_not_end_a_conversation(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    asked: list[list[tuple[str, str]]],
+) -> None:
+    """Nor is what was said since then lost, once there is room."""
+    path, room = tmp_path / "talk.json", [True, False, True]
+
+    def write(*given: Any) -> None:
+        if not room.pop(0):
+            raise StoreError(f"{path}: cannot be written: No space left on device")
+        write_conversation(*given)
+
+    monkeypatch.setattr("moecache.commands.chat.write_conversation", write)
+    assert talk(model, monkeypatch, "one\ntwo\nthree\n", "--resume", str(path)) == 0
+    assert "No space left on device; the conversation goes on" in capsys.readouterr().err
+    assert [text for role, text in asked[-1] if role == "user"] == ["one", "two", "three"]
+    assert len(read_conversation(str(path))) == 6
 
 
 def test_a_conversation_goes_on_from_its_file(

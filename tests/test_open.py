@@ -89,6 +89,8 @@ def test_conversion_counts_in_the_budget(tiny_moe: Path) -> None:
         ({"dtype": {"a": 1}}, "is no dtype of NumPy"),
         ({"dtype": "f" * 1000}, "is no dtype of NumPy"),
         ({"loader_threads": -1}, "must not be negative"),
+        ({"read": "zzz"}, "read 'zzz' is not one of auto, buffered, direct, mmap"),
+        ({"record_trace": True}, "record_trace must be a path, got True"),
     ],
 )
 def test_an_argument_that_cannot_be_used_is_a_config_error(

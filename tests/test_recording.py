@@ -151,6 +151,21 @@ def test_what_cannot_be_written_at_the_end_is_a_warning(
         step(runtime, [[0, 1, 2, 3]])
 
 
+def test_a_runtime_that_used_no_expert_replaces_no_trace(
+    tiny_moe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is closed last, say, of two that MOECACHE_RECORD_TRACE is for."""
+    path = tmp_path / "a.npz"
+    with opened(tiny_moe, record_trace=path) as runtime, opened(tiny_moe, record_trace=path):
+        step(runtime, [[0, 1, 2, 3]])
+        runtime.close()
+        before = path.read_bytes()
+
+    assert path.read_bytes() == before
+    (record,) = caplog.records
+    assert "recording.empty path=" in record.getMessage()
+
+
 def test_the_environment_may_ask_for_a_recording(
     tiny_moe: Path,
     tmp_path: Path,
@@ -161,14 +176,14 @@ def test_the_environment_may_ask_for_a_recording(
     monkeypatch.setenv("MOECACHE_RECORD_TRACE", str(tmp_path / "env.npz"))
     with opened(tiny_moe) as runtime:
         step(runtime, [[0, 1, 2, 3]])
-    with opened(tiny_moe, record_trace=tmp_path / "argument.npz"):
-        pass
+    with opened(tiny_moe, record_trace=tmp_path / "argument.npz") as runtime:
+        step(runtime, [[0, 1, 2, 3]])
     monkeypatch.setenv("MOECACHE_RECORD_TRACE", str(tmp_path / "no" / "env.npz"))
     with opened(tiny_moe) as runtime:
         assert runtime.cache.route_log is None
 
     assert len(Trace.load(tmp_path / "env.npz")) == 1
-    assert len(Trace.load(tmp_path / "argument.npz")) == 0
+    assert len(Trace.load(tmp_path / "argument.npz")) == 1
     (record,) = caplog.records
     assert "settings.malformed MOECACHE_RECORD_TRACE: " in record.getMessage()
 

@@ -40,7 +40,7 @@ from moecache.commands.prefixes import (
 from moecache.commands.ranks import num_ranks
 from moecache.commands.texts import Encoder, Texts
 from moecache.decoding import streams
-from moecache.errors import ConfigError, MoeCacheError
+from moecache.errors import ConfigError, MoeCacheError, StoreError
 from moecache.telemetry import RuntimeStats
 from moecache.units import format_bytes
 
@@ -236,8 +236,12 @@ class _Conversation:
 
     def _keep(self) -> None:
         """Write the conversation to its file, if it has one."""
-        if self._arguments.resume is not None:
+        if self._arguments.resume is None:
+            return
+        try:
             write_conversation(self._arguments.resume, self._messages)
+        except StoreError as error:
+            self._say(f"moecache: {printable(error)}; the conversation goes on", "red")
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._console.print(text, style=style)

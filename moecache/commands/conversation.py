@@ -22,6 +22,8 @@ def read_conversation(path: str) -> list[dict[str, str]]:
         If it cannot be read; FormatError if it is no conversation.
     """
     try:
+        if Path(path).is_fifo():
+            raise StoreError(f"{path}: is no regular file; name another")
         with Path(path).open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:

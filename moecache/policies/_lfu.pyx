@@ -21,8 +21,9 @@ cdef struct Bucket:
 cdef class LfuCache(Policy):
     """Evict the least often used key, ties to the least recently used.
 
-    Counts survive eviction ("perfect LFU"); `clear` forgets them. A touch is
-    O(1), an admission O(different counts below its own).
+    Counts survive eviction ("perfect LFU"); `clear` forgets them. What a wide step uses and a
+    cache does not admit is not counted. A touch is O(1), an admission O(different counts below
+    its own).
 
     Parameters
     ----------

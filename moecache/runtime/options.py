@@ -19,6 +19,7 @@ from moecache.prefetch.predict import Predictor
 from moecache.profiles.file import check_path
 from moecache.ranks import Share
 from moecache.settings import OPTIONS, parse_prefault
+from moecache.units import parse_budget
 
 # Options that are counts, and may be 0.
 _SIZES = ("context_tokens", "host_bytes", "token_bytes", "state_bytes")
@@ -199,6 +200,12 @@ class Options:
             check_policy(self.policy)
         if self.lock not in {None, True, False}:
             raise ConfigError(f"lock must be True or False, got {self.lock!r}")
+        if self.memory is not None:
+            parse_budget(self.memory, 0)
+        if self.read is not None:
+            OPTIONS["read"].check(self.read)
+        if self.record_trace is not None and not isinstance(self.record_trace, str | os.PathLike):
+            raise ConfigError(f"record_trace must be a path, got {self.record_trace!r}")
         on_gpu = parse_device(self.device) is not None
         if self.slots is not None and self.memory is not None:
             raise ConfigError("give either memory or slots, not both")

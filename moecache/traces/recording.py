@@ -33,7 +33,7 @@ class Recording:
     cache : ExpertCache
     path : str or Path
         Written when the recording ends, whole or not at all; an existing trace is
-        replaced.
+        replaced. If no expert was used, nothing is written.
     top_k : int, optional
         Experts per token: flat ids are noted as rows of `top_k`.
     layers : list of int, optional
@@ -115,6 +115,9 @@ class Recording:
             )
         try:
             self.trace = from_log(self.log, layers=self._layers, **self._metadata)
+            if not self.log.num_steps:
+                logger.warning("recording.empty path=%s: no expert was used", self.path)
+                return
             self.trace.save(self.path, force=self._force)
         except (MoeCacheError, MemoryError, OSError, ValueError) as error:
             logger.warning("recording.lost path=%s error=%s", self.path, error)

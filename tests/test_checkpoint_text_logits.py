@@ -31,6 +31,7 @@ NAMES = (
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
     *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
+    "mistral4",
 )
 ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
@@ -46,6 +47,7 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 SHARP = YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}
+FEW = {"original_max_position_embeddings": 8}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -139,6 +141,7 @@ def assert_near(path: Path, model: Any) -> None:
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             },
         ),
+        ("mistral4", {"rope_parameters": SHARP | {"llama_4_scaling_beta": 0.5} | FEW}),
         ("phimoe", {"rope_parameters": LONG, "sliding_window": 12, "lm_head_bias": False}),
     ],
     ids=str,

@@ -98,6 +98,18 @@ LONG = {
             {"first_k_dense_replace": 2, "mlp_layer_types": "gone"},
             "first_k_dense_replace is 2",
         ),
+        ("mistral4", {"rope_interleave": False}, "rope_interleave is False"),
+        (
+            "mistral4",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            },
+            "rope_parameters is",
+        ),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1"),
         ("mellum", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_param"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3"),

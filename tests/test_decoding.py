@@ -15,6 +15,7 @@ from moecache.decoding.recipe import (
     Recipe,
     Rotation,
     Router,
+    Temperature,
 )
 from moecache.errors import ConfigError
 from tests.helpers.decoding import (
@@ -251,7 +252,7 @@ def test_a_score_may_be_on_the_input_of_the_only_expert() -> None:
         ({"sinks": drawn(3)}, "3 float32 are not 4"),
         ({"query_norm": norm(9)}, "does not fit"),
         ({"window": -1}, "do not share"),
-        ({"temperature": (0.0, 0.1)}, "have no temperature"),
+        ({"temperature": Temperature(0.0, 0.1)}, "have no temperature"),
         ({"out": linear(HIDDEN, HEADS * 6)}, "is not one of"),
         ({"gates": linear(HEADS * 10, HIDDEN)}, "gates of 10 numbers for values of 7"),
         ({"gates": linear(HEADS * 10, HIDDEN), "is_gated": True}, "and there is a matrix of gates"),

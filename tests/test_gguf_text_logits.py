@@ -22,7 +22,7 @@ pytestmark = [
 GEMMA = "gemma4 keys as values"
 FAMILIES = [
     *("olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe", "llama", "gpt-oss", "gpt-oss yarn"),
-    *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe"),
+    *("deepseek2 v2", "deepseek2 v2 groups", "deepseek2 v3", "dots1", "ernie4_5-moe", "mistral4"),
     *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
     *("granitemoe shared", "granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe dense"),
     *("nemotron_h_moe latent", "exaone-moe", "afmoe", "phimoe", "llama4", GEMMA),

@@ -1,6 +1,7 @@
 """Prompts of a batch that is padded on the left: without padding, with the bits of each alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
-# A window, latents, states and convolutions.
-NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe", "nemotron_h", "lfm2_moe")
+# A window, latents, states and convolutions, and queries that positions scale.
+NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe", "nemotron_h", "lfm2_moe", "mistral4")
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 8,
+}
 # In parts of 8 tokens of each text: some begin in later parts, one with the last token.
 LENGTHS = (5, 40, 1, 23)
 PART = 32
@@ -40,6 +48,8 @@ def _model(
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     family = {**MORE_FAMILIES, **FAMILIES}[request.param]
+    if request.param == "mistral4":
+        family = replace(family, settings={**family.settings, "rope_parameters": SCALED})
     model = load_in_slots(write_checkpoint(family, tmp_path, "float32"), compute="fast")
     with model.moecache, torch.no_grad():
         assert model.moecache.decoder.reads_prompts(), model.moecache.decoder.reason

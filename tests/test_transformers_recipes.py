@@ -107,6 +107,20 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "latents of experts": ("nemotron_h", {"moe_latent_size": 16}),
     "no shared experts": ("ernie4_5_moe", {"moe_num_shared_experts": 0, "use_bias": True}),
     "latents of 4.7": ("glm4_moe_lite", {}),
+    "temperature of latents": (
+        "mistral4",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
+    ),
     "heads without norms": ("solar_open", {}),
     "pictures": ("glm4v_moe", {}),
     "pictures and sound": ("qwen3_omni_moe", {}),

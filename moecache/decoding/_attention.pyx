@@ -111,7 +111,7 @@ cdef void _grouped(
         norm_parts(&layer.key_norm, w.keys, num * wide)
     if layer.floor > 0:
         for i in range(num):
-            _scale_query(layer, heads.held[i].position, w.queries + i * queries, queries)
+            _scale_query(layer, &heads.held[i], w.queries + i * queries, queries)
     for i in range(num):
         for j in range(layer.num_kv_heads):
             _hold(
@@ -135,10 +135,11 @@ cdef void _take_gates(Workspace w, const Layer *layer) noexcept nogil:
 
 
 cdef void _scale_query(
-    const Layer *layer, int64_t position, float *query, int64_t num
+    const Layer *layer, const mc_held *held, float *query, int64_t num
 ) noexcept nogil:
     """Multiply a row's queries by the factor of its position."""
-    cdef float times = floorf((<float>position + 1.0) / layer.floor)
+    cdef int64_t place = held.position - held.begin if layer.counts_own else held.position + 1
+    cdef float times = floorf(<float>place / layer.floor)
     mc_scale(query, num, log1pf(times) * layer.temperature + 1.0)
 
 
@@ -166,6 +167,11 @@ cdef void _latents(
         _hold(heads, i, 0, row, row + rank)
         for j in range(layer.num_heads):
             _turn(c, layer, i, w.queries + (i * layer.num_heads + j) * head + layer.width)
+        if layer.floor > 0:
+            _scale_query(
+                layer, &heads.held[i], w.queries + i * layer.num_heads * head,
+                layer.num_heads * head
+            )
     # Latents are keys and values; what the cache holds as values is the keys' second part.
     heads.first.more_step, heads.first.more_width = heads.first.value_step, more
     heads.first.value_step, heads.first.value_width = heads.first.key_step, rank

@@ -55,6 +55,7 @@ cdef struct Layer:
     bint is_chunked
     float floor
     float temperature
+    bint counts_own
     const float *sinks
     # Heads of the cache, and numbers of what it holds of each.
     int64_t num_kv_heads
@@ -135,3 +136,4 @@ cdef class Bound:
     cdef int _bind_short(self, Layer *layer, a) except -1
     cdef int _bind_rotation(self, Layer *layer, a, int64_t most) except -1
     cdef int _bind_latents(self, Layer *layer, a) except -1
+    cdef int _bind_temperature(self, Layer *layer, temperature) except -1

@@ -245,10 +245,7 @@ cdef class Bound:
         self._bind_rotation(layer, a, a.width)
         layer.clip, layer.window = a.clip or 0.0, a.window or 0
         layer.has_late_norms, layer.is_chunked = a.has_late_norms, a.is_chunked
-        if a.temperature is not None:
-            layer.floor, layer.temperature = a.temperature
-            if not layer.floor > 0:
-                raise ConfigError(f"queries have no temperature of {a.temperature}")
+        self._bind_temperature(layer, a.temperature)
         if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
             raise ConfigError(f"{a.num_heads} heads do not share {a.num_kv_heads}")
         layer.is_gated = a.is_gated or a.gates is not None
@@ -363,6 +360,15 @@ cdef class Bound:
             raise ConfigError(f"{layer.rotary_width} of {most} numbers cannot be turned")
         return 0
 
+    cdef int _bind_temperature(self, Layer *layer, temperature) except -1:
+        if temperature is None:
+            return 0
+        layer.floor, layer.temperature = temperature.floor, temperature.scale
+        layer.counts_own = temperature.is_own
+        if not layer.floor > 0:
+            raise ConfigError(f"queries have no temperature of {temperature}")
+        return 0
+
     cdef int _bind_latents(self, Layer *layer, a) except -1:
         cdef int64_t hidden = self.hidden_size, more = a.rotation.width, rank = a.norm.weight.size
         cdef cnp.ndarray expand = a.expand
@@ -387,6 +393,7 @@ cdef class Bound:
         self._bind_linear(&layer.key, a.compressed, hidden, rank + more)
         self._bind_linear(&layer.out, a.out, a.num_heads * a.value_width, hidden)
         self._bind_norm(&layer.key_norm, a.norm, rank)
+        self._bind_temperature(layer, a.temperature)
         layer.expand = <const uint8_t *>self._own(expand)
         layer.expand_type = _TYPES[type_of(expand)]
         return 0

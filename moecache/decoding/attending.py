@@ -39,6 +39,25 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Temperature:
+    """Queries of far positions are larger: Nakanishi, Scalable-Softmax, 2025.
+
+    At position p they are multiplied by 1 + scale * log(1 + floor((p + 1) / floor)), or, if
+    positions are a text's own, by 1 + scale * log(1 + floor(p / floor)).
+
+    Parameters
+    ----------
+    floor, scale : float
+    is_own : bool, default False
+        Whether p counts from a text's first token, and not from padding before it.
+    """
+
+    floor: float
+    scale: float
+    is_own: bool = False
+
+
+@dataclass(frozen=True)
 class Rotation:
     """Rotary positions: Su et al., RoFormer, 2021.
 
@@ -88,9 +107,7 @@ class Attention:
         Positions that a token sees, its own among them; all without it.
     is_chunked : bool, default False
         Whether it sees only positions of its own chunk of `window`.
-    temperature : (float, float), optional
-        (floor, scale): queries at position p are multiplied by
-        1 + scale * log(1 + floor((p + 1) / floor)). Nakanishi, Scalable-Softmax, 2025.
+    temperature : Temperature, optional
     is_gated : bool, default False
         Whether a head's query is followed by as many numbers whose sigmoid multiplies what the
         head gives: `query` is [2 * num_heads * width, inputs].
@@ -116,7 +133,7 @@ class Attention:
     sinks: np.ndarray | None = None
     window: int | None = None
     is_chunked: bool = False
-    temperature: tuple[float, float] | None = None
+    temperature: Temperature | None = None
     is_gated: bool = False
     gates: Linear | None = None
 
@@ -276,6 +293,8 @@ class LatentAttention:
     rotation : Rotation
     low : Linear, optional
     low_norm : Norm, optional
+    temperature : Temperature, optional
+        Of queries, their turned part too.
     """
 
     query: Linear
@@ -290,6 +309,7 @@ class LatentAttention:
     rotation: Rotation
     low: Linear | None = None
     low_norm: Norm | None = None
+    temperature: Temperature | None = None
 
     @property
     def held(self) -> tuple[int, int, int]:

@@ -73,6 +73,8 @@ class Family:
     is_latent : bool, default False
         Whether attention is DeepSeek's. If its configuration has `rope_interleave`, that says
         whether pairs are neighbours.
+    is_scaled : bool, default False
+        Whether latent attention's queries have a temperature.
     clip : str, optional
         Attribute of the configuration that has the bound of queries, keys and values.
     sinks : str, optional
@@ -116,6 +118,7 @@ class Family:
     is_beside: bool = False
     cap: str | None = None
     is_latent: bool = False
+    is_scaled: bool = False
     clip: str | None = None
     sinks: str | None = None
     residual: str | None = None
@@ -206,6 +209,14 @@ FAMILIES = {
     # Kimi K2 is one, too.
     ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(
         _SIGMOID, pairs="neighbours to halves", is_latent=True
+    ),
+    ("mistral4", "Mistral4Attention", "Mistral4MoE"): replace(
+        _SIGMOID,
+        scores="softmax",
+        correction=None,
+        pairs="neighbours to halves",
+        is_latent=True,
+        is_scaled=True,
     ),
     ("glm4_moe_lite", "Glm4MoeLiteAttention", "Glm4MoeLiteMoE"): replace(
         _SIGMOID, pairs="neighbours to halves", is_latent=True

@@ -1,6 +1,7 @@
 """Recipes: what the layers of a decoder compute, as plain data over weights in memory."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from moecache.decoding.attending import (
     Rotation,
     ShortConvolution,
     StateSpace,
+    Temperature,
 )
 from moecache.kernels._experts import Experts
 
@@ -32,6 +34,7 @@ __all__ = [
     "Router",
     "ShortConvolution",
     "StateSpace",
+    "Temperature",
 ]
 
 
@@ -200,3 +203,14 @@ class Recipe:
     logits_scale: float = 1.0
     cap: float | None = None
     product_type: str = "f32"
+
+    @cached_property
+    def counts_positions(self) -> bool:
+        """Whether what is computed depends on a text's positions beyond their angles."""
+        parts = (layer.attention for layer in self.layers)
+        return any(
+            isinstance(part, Attention | LatentAttention)
+            and part.temperature is not None
+            and part.temperature.is_own
+            for part in parts
+        )

@@ -21,6 +21,7 @@ from moecache.decoding.recipe import (
     Rotation,
     ShortConvolution,
     StateSpace,
+    Temperature,
 )
 
 HIDDEN, VOCABULARY, WIDE = 40, 50, 24
@@ -138,8 +139,9 @@ KINDS = {
     "norms": grouped(query_norm=norm(10), key_norm=norm(20), clip=0.7),
     "late norms": grouped(query_norm=norm(10), key_norm=norm(10), has_late_norms=True),
     "chunks": grouped(window=4, is_chunked=True),
-    "temperature": grouped(temperature=(2.0, 0.7)),
+    "temperature": grouped(temperature=Temperature(2.0, 0.7)),
     "latent": latent(),
+    "latent temperature": replace(latent(), temperature=Temperature(2.0, 0.7, is_own=True)),
     "three latent heads": latent(3),
     "gates": grouped(
         query=linear(2 * HEADS * 10, HIDDEN),
@@ -204,6 +206,12 @@ def turned(rotation: Rotation, x: np.ndarray, position: int) -> np.ndarray:
 def angles(position: int) -> np.ndarray:
     """Return a position's angles, one for each pair."""
     return position / 10.0 ** (np.arange(ROTARY // 2) + 0.5)
+
+
+def heated(temperature: Temperature, position: int) -> float:
+    """Return what multiplies the queries of a position."""
+    first = 0 if temperature.is_own else 1
+    return float(1 + temperature.scale * np.log1p((position + first) // temperature.floor))
 
 
 def attended(scores: np.ndarray, values: np.ndarray, sink: float = -np.inf) -> np.ndarray:
@@ -311,6 +319,8 @@ class Oracle:
                 expanded = np.array([a.expand[head] @ one for one, _ in past])
                 keys = np.concatenate([expanded[:, : a.width], np.array([k for _, k in past])], 1)
                 whole = np.concatenate([content[head], moving[head]])
+                if a.temperature is not None:
+                    whole = whole * heated(a.temperature, position)
                 out.append(attended(keys @ whole * a.scale, expanded[:, a.width :]))
             return times(a.out, np.concatenate(out))
         q, k, v = times(a.query, x), times(a.key, x), times(a.value, x)
@@ -331,7 +341,7 @@ class Oracle:
         if a.is_chunked and a.window:
             seen = past[position // a.window * a.window :]
         if a.temperature is not None:
-            q = q * (1 + a.temperature[1] * np.log1p((position + 1) // a.temperature[0]))
+            q = q * heated(a.temperature, position)
         out = []
         for head in range(a.num_heads):
             shared = head // (a.num_heads // a.num_kv_heads)

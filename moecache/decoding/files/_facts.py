@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from moecache.decoding.attending import Temperature
 from moecache.decoding.families import Family
 from moecache.decoding.files.angles import sharpness
 from moecache.decoding.files.known import Known
@@ -304,11 +305,16 @@ class Facts:
         is_still |= turns is not None and not turns[block]
         return 0 if is_still else self.heads(block).turned
 
-    def temperature(self, block: int) -> tuple[float, float] | None:
-        """Return (floor, scale) of a layer whose queries are scaled by their position."""
+    def temperature(self, block: int) -> Temperature | None:
+        """Return by what a layer's queries are scaled by their position, if they are."""
+        rope = next(iter(self.ropes.values()))
+        beta = rope.get("llama_4_scaling_beta")
+        if beta:
+            length = rope["original_max_position_embeddings"]
+            return Temperature(float(length), float(beta), is_own=True)
         if "attn_scale" not in self.settings or self.turned(block):
             return None
-        return float(self.settings["floor_scale"]), float(self.settings["attn_scale"])
+        return Temperature(float(self.settings["floor_scale"]), float(self.settings["attn_scale"]))
 
     def _first(self, *names: str, usual: Any = _MISSING) -> Any:
         """Return the setting that goes by one of some names."""

@@ -215,4 +215,5 @@ class LayerReader:
             rotation=Rotation(heads.turned, self._pairs),
             low=trunk.linear(f"{at}.attn_q_a") if has_low else None,
             low_norm=trunk.norm(f"{at}.attn_q_a_norm.weight", LATENT_EPSILON) if has_low else None,
+            temperature=facts.temperature(block),
         )

@@ -13,6 +13,8 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0
 _LONGEST = 2.0**40
 # Texts that are no longer than those of training, and longer ones.
 _PARTS = ("short", "long")
+# What is no part of a rotation itself.
+_SCALED = ("llama_4_scaling_beta", "max_position_embeddings")
 # What a rotation of a text takes no notice of: parts of positions in images.
 _UNUSED = frozenset(("mrope_section", "mrope_interleaved", "type"))
 
@@ -189,6 +191,26 @@ class Config:
             "attention_factor": scales[0],
             **{f"{part}_factor": each for part, each in zip(_PARTS, factors, strict=True)},
         }
+
+    def scaled_rope(self, share: float) -> dict[str, Any]:
+        """Return those of Mistral 4's, which say how queries of far positions are scaled, too.
+
+        Parameters
+        ----------
+        share : float
+            Of a head, that is turned.
+        """
+        name, said = self._said_rope()
+        rest = {key: value for key, value in said.items() if key not in _SCALED}
+        if abs(self._real(name, said.get("partial_rotary_factor", share), 0.0) - share) > 1e-6:
+            raise self.unsupported(name)
+        beta = self._real(name, said.get("llama_4_scaling_beta", 0.0), -1.0)
+        found = self._rope(name, {**rest, "partial_rotary_factor": 1.0}, 1.0, ("default", "yarn"))
+        length = said.get("original_max_position_embeddings")
+        found["llama_4_scaling_beta"] = beta
+        if beta:
+            found["original_max_position_embeddings"] = int(self._real(name, length, 1.0))
+        return found
 
     def _said_rope(self) -> tuple[str, dict[str, Any]]:
         """Return the name and value of the one key that says how positions are turned."""

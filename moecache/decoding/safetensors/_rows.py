@@ -133,6 +133,7 @@ ROWS: Mapping[str, Row] = {
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
     ),
+    "mistral4": Row("mistral4", "Mistral4", _settings.mistral4, share=0.0),
     "mixtral": Row("llama", "Mixtral", _settings.mixtral),
     "nemotron_h": Row(
         "nemotron_h_moe",

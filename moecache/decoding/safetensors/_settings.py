@@ -261,6 +261,19 @@ def glm4_lite(config: Config) -> dict[str, Any]:
     }
 
 
+def mistral4(config: Config) -> dict[str, Any]:
+    config.require("rope_interleave", True)
+    sizes = latent_sizes(config)
+    turned, rest = sizes["qk_rope_head_dim"], sizes["qk_nope_head_dim"]
+    return {
+        **chosen(config),
+        **sizes,
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "first_k_dense_replace": config.size("first_k_dense_replace", 0),
+        "rope_parameters": config.scaled_rope(turned / (turned + rest)),
+    }
+
+
 def latents(config: Config) -> dict[str, Any]:
     return {**grouped(config), **latent_sizes(config)}
 

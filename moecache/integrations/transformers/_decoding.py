@@ -25,6 +25,7 @@ from moecache.integrations.transformers._layer_experts import LayerExperts
 from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._padding import Ragged
 from moecache.integrations.transformers._pages import Pages
+from moecache.integrations.transformers._places import are_own
 from moecache.integrations.transformers._prompting import in_parts
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.prompts import (
@@ -293,6 +294,8 @@ class Decoder:
                 return None
             pages.append(found)
         if begins is None and not self._pages.are_alike(caches):
+            return None
+        if reading.recipe.counts_positions and not are_own(positions, lengths, begins):
             return None
         if ragged is not None:
             ragged.clear(caches[0].layers)

@@ -67,6 +67,24 @@ class Rotary:
         return cos.float().contiguous().numpy(), sin.float().contiguous().numpy()
 
 
+def are_own(positions: np.ndarray, lengths: list[int], begins: np.ndarray | None) -> bool:
+    """Return whether tokens' positions are their places in their texts.
+
+    Parameters
+    ----------
+    positions : ndarray of int64
+        Of all texts' tokens, one text's after the other's.
+    lengths : list of int
+        Positions that are in each cache.
+    begins : ndarray of int64, optional
+        The first position of each text of one cache; by default each has a cache and a token.
+    """
+    if begins is None:
+        return bool((positions == lengths).all())
+    places = lengths[0] + np.arange(len(positions) // len(begins)) - begins[:, None]
+    return bool((positions.reshape(places.shape) == places)[places >= 0].all())
+
+
 def begins_of(mask: Any, batch: int, length: int, each: int) -> np.ndarray | None:
     """Return the first position that each sequence sees; `None` if a mask hides others, too."""
     if mask is None:

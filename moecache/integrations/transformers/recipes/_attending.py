@@ -16,6 +16,7 @@ from moecache.decoding.recipe import (
     Rotation,
     ShortConvolution,
     StateSpace,
+    Temperature,
 )
 from moecache.integrations.transformers.recipes._parts import (
     NoRecipeError,
@@ -167,15 +168,24 @@ class AttentionReader:
         mixed, out = (weights.linear(module, name) for name in ("in_proj", "out_proj"))
         return ShortConvolution(mixed, conv, bias, out)
 
-    def _temperature(self, module: Any) -> tuple[float, float] | None:
-        """Return (floor, scale) of a layer without rotation, if its family has them."""
+    def _temperature(self, module: Any) -> Temperature | None:
+        """Return that of a layer without rotation, if its family has one."""
         is_set = hasattr(module, "attn_temperature_tuning")
         if not (is_set and self._weights.number(module, "attn_temperature_tuning")):
             return None
         if module.use_rope:
             return None
         floor, scale = (self._weights.number(module, f"{name}_scale") for name in ("floor", "attn"))
-        return float(floor), float(scale)
+        return Temperature(float(floor), float(scale))
+
+    def _own_temperature(self, module: Any) -> Temperature | None:
+        """Return that of latent attention, which the rotation's parameters say."""
+        said = module.config.rope_parameters
+        beta = said.get("llama_4_scaling_beta") if self._family.is_scaled else None
+        if beta is None:
+            return None
+        length = said["original_max_position_embeddings"]
+        return Temperature(float(length), float(beta), is_own=True)
 
     def _plain_norm(self, module: Any, width: int) -> Norm:
         """Return a norm that has no weights."""
@@ -217,6 +227,7 @@ class AttentionReader:
             rotation=Rotation(module.qk_rope_head_dim, pairs),
             low=weights.linear(module, "q_a_proj") if has_low else None,
             low_norm=weights.norm(module.q_a_layernorm) if has_low else None,
+            temperature=self._own_temperature(module),
         )
 
 

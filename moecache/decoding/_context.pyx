@@ -2,7 +2,7 @@
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 from moecache.decoding._bound cimport Layer
 from moecache.decoding._held cimport KeyValues, States
@@ -50,7 +50,7 @@ cdef class Context:
         cnp.ndarray begins, cnp.ndarray cos, cnp.ndarray sin, cnp.ndarray sequences
     ) except -1:
         """Check and note a call's rows: `counts` for each of `batch` sequences of each cache."""
-        cdef int64_t i, j, longest = 0, each = 0, fewest = self.workspace.max_rows, num, end = 0
+        cdef int64_t i, longest = 0, each = 0, fewest = self.workspace.max_rows, num, end = 0
         cdef const int64_t *num_new
         cdef const int64_t *num_there
         cdef const int64_t *first
@@ -70,8 +70,8 @@ cdef class Context:
             self._check_cache(caches[i], num_there[i], batch, num_new[i], first + i * batch)
             longest, each = max(longest, num_there[i]), max(each, num_new[i])
             fewest = min(fewest, num_new[i])
-            for j in range(i):
-                _check_apart(caches[j], caches[i])
+        if len(caches) > 1:
+            _check_apart(caches)
         if self.bound.num_angles and (
             cos.size != num * self.bound.num_angles or sin.size != cos.size
         ):
@@ -237,25 +237,28 @@ cdef int _check_states(
     return 0
 
 
-cdef bint _is_same(States some, States other) except -1:
-    # A convolution alone has no states.
-    if some.width:
-        return some.next_states == other.next_states
-    return some.next_seen == other.next_seen
-
-
-cdef int _check_apart(list some, list others) except -1:
-    cdef KeyValues page, other
-    for first, second in zip(some, others, strict=True):
-        if first is None or second is None:
-            continue
-        if isinstance(first, States):
-            if _is_same(first, second):
-                raise ConfigError("two sequences have one cache; each needs its own")
-            continue
-        page, other = first, second
-        if page.keys == other.keys or page.values == other.values:
-            raise ConfigError("two sequences have one cache; each needs its own")
-        if page.type != other.type:
+cdef int _check_apart(list caches) except -1:
+    """Look whether each sequence has a cache of its own, of the others' type."""
+    cdef KeyValues page
+    cdef States states
+    cdef set places, types
+    for pages in zip(*caches, strict=True):
+        places, types = set(), set()
+        for held in pages:
+            if held is None:
+                continue
+            if isinstance(held, States):
+                states = held
+                # A convolution alone has no states.
+                places.add(
+                    <uintptr_t>states.next_states if states.width else <uintptr_t>states.next_seen
+                )
+            else:
+                page = held
+                places.update((<uintptr_t>page.keys, <uintptr_t>page.values))
+                types.add(page.type)
+        if len(types) > 1:
             raise ConfigError("caches of sequences that decode together are of one type")
+        if len(places) < len(caches) * (1 + len(types)) * (pages[0] is not None):
+            raise ConfigError("two sequences have one cache; each needs its own")
     return 0

@@ -26,7 +26,7 @@ from moecache.integrations.transformers._lookahead import RouterLookAhead
 from moecache.integrations.transformers._padding import Ragged
 from moecache.integrations.transformers._pages import Pages
 from moecache.integrations.transformers._places import are_own
-from moecache.integrations.transformers._prompting import in_parts
+from moecache.integrations.transformers._prompting import in_parts, part_stops
 from moecache.integrations.transformers._slots import SlotLayer
 from moecache.integrations.transformers.prompts import (
     make_room,
@@ -234,19 +234,18 @@ class Decoder:
 
     def _compute_prompt(self, how: Found, asked: Asked) -> np.ndarray | None:
         recipe, model = how.reading.recipe, self._model()
-        batch, each = asked.ids.shape
-        size = min(each, max(1, PROMPT_TOKENS // batch))
         if model is None or not is_dynamic(asked.cache):
             return None
+        stops, most = part_stops(asked, PROMPT_TOKENS)
         program = how.program
-        if batch * size > MAX_ROWS:
+        if most > MAX_ROWS:
             # A prompt's memory is its own, and goes with it.
-            program = Program(recipe, self._runtime.cache, batch * size)
+            program = Program(recipe, self._runtime.cache, most)
         logits = None
         try:
             logits = in_parts(
                 asked,
-                size,
+                stops,
                 recipe.layers,
                 model.dtype,
                 lambda part: self._compute_asked(how, part, program),

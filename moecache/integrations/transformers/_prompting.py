@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,30 @@ from moecache.integrations.transformers.prompts import (
 )
 
 
+def part_stops(asked: Asked, most: int) -> tuple[list[int], int]:
+    """Return where parts of a prompt end, and how many rows the largest has without padding.
+
+    Parameters
+    ----------
+    asked : Asked
+    most : int
+        Rows of a part; a part has a position at least.
+    """
+    each = asked.ids.shape[1]
+    begun = asked.begins[:, None] <= np.arange(asked.length, asked.length + each)
+    stops, rows, largest = [], 0, 0
+    for place, num in enumerate(begun.sum(0).tolist()):
+        if rows and rows + num > most:
+            stops.append(place)
+            rows = 0
+        rows += num
+        largest = max(largest, rows)
+    return [*stops, each], largest
+
+
 def in_parts(
     asked: Asked,
-    size: int,
+    stops: Sequence[int],
     layers: Sequence[Layer],
     dtype: torch.dtype,
     compute: Callable[[Asked], np.ndarray | None],
@@ -35,8 +57,8 @@ def in_parts(
     Parameters
     ----------
     asked : Asked
-    size : int
-        Tokens of each sequence in a part, at most.
+    stops : sequence of int
+        Where parts end.
     layers : sequence of Layer
         The program's.
     dtype : dtype
@@ -56,8 +78,7 @@ def in_parts(
             return None
         reserve(asked.cache, each)
         places = asked.positions.reshape(batch, each)
-        for start in range(0, each, size):
-            stop = min(start + size, each)
+        for start, stop in pairwise((0, *stops)):
             first = max(start, each - asked.num_logits)
             logits = compute(
                 replace(

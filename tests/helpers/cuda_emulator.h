@@ -3,22 +3,20 @@
 // Each thread is a fiber, left only where it waits for others: at shuffles, barriers and sleeps.
 // Which warp goes on is drawn by lot, so that a missing barrier shows in some seed. A launch in
 // which no thread can go on ends with a message, as does one that a signal of the processor stops.
+//
+// Only C's headers: those of C++ took half of the time in which a source compiles.
 #pragma once
 #define _GNU_SOURCE 1
+// Else <math.h> and <stdlib.h> are those of C++, which include much of it.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdint.h>
-#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <ucontext.h>
-
-#include <functional>
-#include <map>
-#include <string>
-#include <utility>
-#include <vector>
 
 #ifndef __global__
 #define __global__
@@ -46,25 +44,28 @@ enum State { READY, AT_WARP, AT_BLOCK, ASLEEP, DONE };
 // cleanups, were a quarter of a launch.
 using Place = void*[5];
 
+// These two are zeros at first.
 struct Fiber {
     Place resumed;
     ucontext_t start;
-    void* stack = nullptr;
-    bool is_started = false;
-    State state = DONE;
+    void* stack;
+    bool is_started;
+    State state;
 };
 
 struct Warp {
-    unsigned num_arrived = 0;
+    unsigned num_arrived;
     // A lane that has not read yet is at most one exchange behind.
-    unsigned turn = 0;
+    unsigned turn;
     uint64_t values[2][LANES];
-    bool is_queued = false;
+    bool is_queued;
 };
 
 struct Kernel {
-    std::vector<size_t> sizes;
-    std::function<void(void**)> call;
+    const char* name;
+    int num_parameters;
+    const size_t* sizes;
+    void (*call)(void** args);
 };
 
 struct Launch {
@@ -72,12 +73,14 @@ struct Launch {
     void** args;
     unsigned block_size;
     uint64_t random;
-    std::vector<Warp> warps;
-    std::vector<unsigned> num_arrived;
-    std::vector<unsigned> queue;
+    Warp* warps;
+    unsigned* num_arrived;
+    unsigned* queue;
+    unsigned num_queued;
 };
 
-inline std::vector<Fiber*> fibers;
+inline Fiber** fibers;
+inline size_t num_fibers_made;
 inline Launch launch;
 inline Place scheduler;
 inline sigjmp_buf stopped;
@@ -90,6 +93,13 @@ inline uint64_t num_launches;
 inline Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
+
+template <class T> T* resized(T* before, size_t count)
+{
+    T* after = (T*)realloc(before, count * sizeof(T));
+    if (after == nullptr) abort();
+    return after;
+}
 
 // A function of its own: such a jump may not be made where one of them leads to.
 __attribute__((noinline, noclone, noreturn)) inline void go_on_at(Place& place)
@@ -123,7 +133,9 @@ __attribute__((noinline)) inline void resume(Fiber* fiber)
 
 inline void prepare(size_t num_fibers)
 {
-    while (fibers.size() < num_fibers) fibers.push_back(new Fiber);
+    if (num_fibers_made < num_fibers) fibers = resized(fibers, num_fibers);
+    while (num_fibers_made < num_fibers)
+        fibers[num_fibers_made++] = (Fiber*)calloc(1, sizeof(Fiber));
     for (size_t i = 0; i < num_fibers; i++) {
         Fiber& fiber = *fibers[i];
         fiber.state = READY;
@@ -152,7 +164,7 @@ inline void queue_warp(unsigned warp)
 {
     if (launch.warps[warp].is_queued) return;
     launch.warps[warp].is_queued = true;
-    launch.queue.push_back(warp);
+    launch.queue[launch.num_queued++] = warp;
 }
 
 inline void release(unsigned first, unsigned count, State waited)
@@ -220,21 +232,23 @@ inline bool can_go_on(unsigned warp)
 
 inline bool run_blocks(unsigned first_block, unsigned num_blocks)
 {
-    const unsigned num_fibers = num_blocks * launch.block_size;
+    const unsigned num_fibers = num_blocks * launch.block_size, num_warps = num_fibers / LANES;
     prepare(num_fibers);
-    launch.warps.assign(num_fibers / LANES, Warp());
-    launch.num_arrived.assign(num_blocks, 0);
-    launch.queue.clear();
-    for (unsigned warp = 0; warp < num_fibers / LANES; warp++) queue_warp(warp);
+    launch.warps = resized(launch.warps, num_warps);
+    memset(launch.warps, 0, num_warps * sizeof(Warp));
+    launch.num_arrived = resized(launch.num_arrived, num_blocks);
+    memset(launch.num_arrived, 0, num_blocks * sizeof(unsigned));
+    launch.queue = resized(launch.queue, num_warps);
+    launch.num_queued = 0;
+    for (unsigned warp = 0; warp < num_warps; warp++) queue_warp(warp);
     unsigned num_idle = 0;
-    while (!launch.queue.empty() && num_idle < 1000 + 100 * launch.queue.size()) {
-        const size_t at = draw() % launch.queue.size();
+    while (launch.num_queued && num_idle < 1000 + 100 * launch.num_queued) {
+        const unsigned at = draw() % launch.num_queued;
         const unsigned warp = launch.queue[at];
         num_idle = run_warp(warp, first_block) ? 0 : num_idle + 1;
         if (can_go_on(warp)) continue;
         launch.warps[warp].is_queued = false;
-        launch.queue[at] = launch.queue.back();
-        launch.queue.pop_back();
+        launch.queue[at] = launch.queue[--launch.num_queued];
     }
     for (unsigned i = 0; i < num_fibers; i++)
         if (fibers[i]->state != DONE) return false;
@@ -247,21 +261,26 @@ inline void stop(int number, siginfo_t* info, void*)
     siglongjmp(stopped, number);
 }
 
-template <class... A, size_t... I>
-void invoke(void (*kernel)(A...), void** args, std::index_sequence<I...>)
-{
-    kernel(*static_cast<A*>(args[I])...);
-}
+template <auto kernel> struct Wrapped;
+template <class... A, void (*kernel)(A...)> struct Wrapped<kernel> {
+    static constexpr size_t sizes[] = {sizeof(A)..., 0};
+    struct Call {
+        Call(A... values) { kernel(values...); }
+    };
+    // In braces, what is given is evaluated from left to right.
+    static void call(void** args) { Call{*static_cast<A*>(*args++)...}; }
+    static constexpr Kernel named(const char* name) { return {name, sizeof...(A), sizes, call}; }
+};
 
-template <class... A> Kernel wrap(void (*kernel)(A...))
-{
-    return {{sizeof(A)...}, [kernel](void** args) {
-                invoke(kernel, args, std::index_sequence_for<A...>());
-            }};
-}
+// The kernels, and one without a name; what loads the source writes them behind the source.
+extern const Kernel kernels[];
 
-// The kernels by name; what loads the source writes it behind the source.
-extern const std::map<std::string, Kernel> kernels;
+inline const Kernel* find(const char* name)
+{
+    for (const Kernel* kernel = kernels; kernel->name != nullptr; kernel++)
+        if (strcmp(kernel->name, name) == 0) return kernel;
+    return nullptr;
+}
 
 }
 
@@ -269,11 +288,16 @@ extern const std::map<std::string, Kernel> kernels;
 template <class T> inline T& block_memory()
 {
     struct Memory {
-        uint64_t launch = 0;
+        uint64_t launch;
         T memory;
     };
-    static std::map<unsigned, Memory> memories;
-    Memory& found = memories[blockIdx.x];
+    static_assert(alignof(Memory) <= 16);
+    static Memory** memories;
+    static unsigned num_memories;
+    const unsigned block = blockIdx.x;
+    if (num_memories <= block) memories = emulator::resized(memories, block + 1);
+    while (num_memories <= block) memories[num_memories++] = (Memory*)calloc(1, sizeof(Memory));
+    Memory& found = *memories[block];
     if (found.launch != emulator::num_launches) {
         found.launch = emulator::num_launches;
         memset((void*)&found.memory, 0xff, sizeof(T));
@@ -377,13 +401,13 @@ extern "C" {
 
 int num_parameters(const char* name)
 {
-    const auto found = emulator::kernels.find(name);
-    return found == emulator::kernels.end() ? -1 : (int)found->second.sizes.size();
+    const emulator::Kernel* found = emulator::find(name);
+    return found == nullptr ? -1 : found->num_parameters;
 }
 
 size_t parameter_bytes(const char* name, int index)
 {
-    return emulator::kernels.at(name).sizes[index];
+    return emulator::find(name)->sizes[index];
 }
 
 // 0; -1 where threads wait for others that never come; or the signal that stopped it.
@@ -404,7 +428,7 @@ int launch_kernel(
     for (int i = 0; i < 4; i++) sigaction(signals[i], &action, &before[i]);
 
     num_launches++;
-    launch.kernel = &kernels.at(name);
+    launch.kernel = find(name);
     launch.args = args;
     launch.block_size = block;
     launch.random = (seed + 1) * 0x9e3779b97f4a7c15ull;
@@ -417,7 +441,7 @@ int launch_kernel(
             if (!run_blocks(first, at_once)) result = -1;
     }
     if (result != 0)
-        for (Fiber* fiber : fibers) fiber->is_started = false;
+        for (size_t i = 0; i < num_fibers_made; i++) fibers[i]->is_started = false;
     *address = fault_address;
 
     for (int i = 0; i < 4; i++) sigaction(signals[i], &before[i], nullptr);

@@ -17,7 +17,8 @@ from tests.helpers.built import built
 HEADER = Path(__file__).with_suffix(".h")
 COMPILER = "g++"
 FLAGS = [
-    *("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
+    # Kernels of tests are launched once or a few times: -O2 compiles longer than it saves.
+    *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
     *("-fPIC", "-shared", "-DMOECACHE_EMULATED", "-Wno-unknown-pragmas"),
     # Else all libraries of a process have the shared memory of the first, of whatever size.
     "-fno-gnu-unique",
@@ -164,9 +165,10 @@ def _built(source: str, flags: list[str]) -> Path:
         included = f'#include "{HEADER}"\n{source}\n'
         expanded = _compiler_output([*flags, f"-D__global__={MARK}", "-E", "-P"], included)
         found = re.findall(rf'{NAMESPACE}extern "C" {MARK}\s+void\s+(\w+)\s*\(', expanded)
-        entries = ",\n".join(f'{{"{name}", emulator::wrap(&{at}::{name})}}' for at, name in found)
-        kernels = f"std::map<std::string, emulator::Kernel> emulator::kernels = {{\n{entries}}};"
-        _compiler_output([*flags, "-o", str(library)], f"{included}const {kernels}\n")
+        entries = [f'emulator::Wrapped<&{at}::{name}>::named("{name}")' for at, name in found]
+        kernels = ",\n".join([*entries, "{}"])
+        defined = f"const emulator::Kernel emulator::kernels[] = {{\n{kernels}}};\n"
+        _compiler_output([*flags, "-o", str(library)], f"{included}{defined}")
 
     return built(".so", [source, HEADER.read_text(), *flags], make)
 

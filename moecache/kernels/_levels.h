@@ -4,12 +4,14 @@
 
 #include "_matrix.h"
 
-/* What the compiler knows of. */
+/* What the compiler knows of, and the build does not leave out (see setup.py). */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MC_X86 1
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#ifndef MC_WITHOUT_AVXVNNI
 #define MC_AVXVNNI 1
-#ifdef __linux__
+#endif
+#if defined(__linux__) && !defined(MC_WITHOUT_AMX)
 #define MC_AMX 1
 #endif
 #endif

@@ -26,6 +26,7 @@ import numpy as np
 from bench.limits import MemoryLimit
 from bench.runs import begin, write_figures
 from moecache import kernels
+from moecache.commands import collector
 from moecache.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -110,12 +111,13 @@ def child(text: str) -> None:
     if "join" in task:
         Path(task["join"]).write_text(str(os.getpid()))
     kernels.use_threads(task["threads"])
-    import torch
+    with collector.waiting():  # as in `moecache chat`
+        import torch
 
-    from moecache.decoding.sampler import Sampler, Sampling
-    from moecache.decoding.streams import TokenTimes
-    from moecache.integrations.transformers import generation, load
-    from moecache.integrations.transformers.reading import open_prefixes
+        from moecache.decoding.sampler import Sampler, Sampling
+        from moecache.decoding.streams import TokenTimes
+        from moecache.integrations.transformers import generation, load
+        from moecache.integrations.transformers.reading import open_prefixes
 
     class Given(Sampler):
         """Takes the tokens that an answer is given, and keeps the logits after the prompt."""

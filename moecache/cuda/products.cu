@@ -50,6 +50,18 @@ template <> struct Run<Plain<Hidden>, true> {
     }
 };
 
+// Words that each lane has of its own, read by the others.
+#ifndef MOECACHE_EMULATED
+template <unsigned N> struct WordsOfLanes {
+    const unsigned (&own)[N];
+    __device__ explicit WordsOfLanes(const unsigned (&own)[N]) : own(own) {}
+    __device__ unsigned word(unsigned index, unsigned lane) const
+    {
+        return __shfl_sync(ALL_LANES, own[index], lane);
+    }
+};
+#endif
+
 // d += a * b of 16 x 16 and 16 x 8 numbers, spread over the lanes: lane 4 * g + t has rows g and
 // g + 8 of a and d, column g of b, pairs t and t + 4 of a and b, columns 2t and 2t + 1 of d.
 __device__ inline void multiply_add(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2])
@@ -68,15 +80,15 @@ __device__ inline void multiply_add(float (&d)[4], const unsigned (&a)[4], const
 #else
     // Before sm_80, and on a CPU: lanes exchange their numbers.
     const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const unsigned own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    const WordsOfLanes lanes(own);
 #pragma unroll
     for (unsigned half = 0; half < 2; half++)
         for (unsigned pair = 0; pair < 4; pair++) {
             const unsigned rows[2] = {
-                __shfl_sync(ALL_LANES, a[2 * half], 4 * g + pair),
-                __shfl_sync(ALL_LANES, a[2 * half + 1], 4 * g + pair)};
+                lanes.word(2 * half, 4 * g + pair), lanes.word(2 * half + 1, 4 * g + pair)};
             const unsigned columns[2] = {
-                __shfl_sync(ALL_LANES, b[half], 8 * t + pair),
-                __shfl_sync(ALL_LANES, b[half], 8 * t + 4 + pair)};
+                lanes.word(4 + half, 8 * t + pair), lanes.word(4 + half, 8 * t + 4 + pair)};
 #pragma unroll
             for (unsigned i = 0; i < 4; i++) {
                 const unsigned x = rows[i / 2], y = columns[i % 2];

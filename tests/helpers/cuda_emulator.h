@@ -37,6 +37,7 @@ namespace emulator {
 
 constexpr size_t STACK_BYTES = 64 * 1024;
 constexpr unsigned LANES = 32;
+constexpr unsigned MOST_WORDS = 6;
 
 enum State { READY, AT_WARP, AT_BLOCK, ASLEEP, DONE };
 
@@ -58,6 +59,7 @@ struct Warp {
     // A lane that has not read yet is at most one exchange behind.
     unsigned turn;
     uint64_t values[2][LANES];
+    unsigned words[2][LANES][MOST_WORDS];
     bool is_queued;
 };
 
@@ -202,6 +204,17 @@ template <class T> inline T exchange(T value, unsigned source)
     return value;
 }
 
+// The words of each lane, until the lane that asks meets the others again.
+template <unsigned N> inline auto exchange_words(const unsigned (&own)[N])
+{
+    static_assert(N <= MOST_WORDS);
+    Warp& warp = launch.warps[current / LANES];
+    const unsigned(*words)[MOST_WORDS] = warp.words[warp.turn];
+    memcpy(warp.words[warp.turn][current % LANES], own, sizeof own);
+    wait_for_warp();
+    return words;
+}
+
 // True where a lane has come further than another sleep.
 inline bool run_warp(unsigned warp, unsigned first_block)
 {
@@ -326,6 +339,13 @@ template <class T> T __shfl_down_sync(unsigned, T value, unsigned distance)
     const unsigned lane = emulator::current % 32;
     return emulator::exchange(value, lane + distance < 32 ? lane + distance : lane);
 }
+
+// As WordsOfLanes on a GPU: one meeting of the lanes instead of one for each word.
+template <unsigned N> struct WordsOfLanes {
+    const unsigned (*words)[emulator::MOST_WORDS];
+    explicit WordsOfLanes(const unsigned (&own)[N]) : words(emulator::exchange_words(own)) {}
+    unsigned word(unsigned index, unsigned lane) const { return words[lane][index]; }
+};
 
 template <class T> T atomicAdd(T* address, T value)
 {

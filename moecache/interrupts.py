@@ -1,9 +1,10 @@
-"""Sections that Ctrl-C, a timeout or a request to end cannot interrupt."""
+"""Sections that Ctrl-C, a timeout or a request to end cannot interrupt; ends with a parent."""
 
 import importlib
 import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -15,6 +16,7 @@ _handler_of: Callable[[int], Any] = _signal.getsignal
 # Those whose handlers raise by custom: `signal.alarm` and timers, Ctrl-C, a request to end.
 _ALARM, _INTERRUPT, _END = int(signal.SIGALRM), int(signal.SIGINT), int(signal.SIGTERM)
 
+_LOOK_S = 0.5
 _main = threading.main_thread().ident
 # The outermost section; what it has replaced, and what came meanwhile.
 _owner: "weakref.ref[uninterrupted] | None" = None
@@ -83,6 +85,35 @@ class uninterrupted:  # noqa: N801 - reads as what it does, like contextlib.supp
         """Put the handlers back, and pass them what was noted."""
         if _owner is not None and _owner() is self and threading.get_ident() == _main:
             _release()
+
+
+def end_with(parent: int, *, patience_s: float = 0.0) -> None:
+    """End this process soon after its parent has ended, even if that was killed.
+
+    A thread looks twice a second who the parent is. No pipe is needed, which a third process
+    might hold open, and the parent's threads may come and go.
+
+    Parameters
+    ----------
+    parent : int
+        The parent's process id, as the parent says it: it may be gone before this is called.
+    patience_s : float, default 0
+        If positive, the main thread is interrupted first, as by Ctrl-C, and has so many seconds
+        to clean up. What runs then ends at once.
+    """
+    thread = threading.Thread(
+        target=_end_with, args=(parent, patience_s), name="moecache-parent", daemon=True
+    )
+    thread.start()
+
+
+def _end_with(parent: int, patience_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    if patience_s > 0:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(patience_s)
+    os._exit(1)
 
 
 def _release() -> None:

@@ -469,16 +469,31 @@ def test_an_interrupt_ends_a_sweep_and_its_processes(tmp_path: Path, processes: 
 
     assert child.returncode not in (0, None)
     assert errors.count("KeyboardInterrupt\n") == 1, errors
+    assert is_gone(child.pid)
+    assert (tmp_path / "sweep.jsonl").read_bytes().endswith(b"\n")
+
+
+def test_a_killed_sweep_leaves_no_processes(tmp_path: Path) -> None:
+    """Workers and the tracker of resources end with the process that was killed, and it alone."""
+    child = start(tmp_path, 2)
+    child.kill()
+
+    assert child.wait() == -signal.SIGKILL
+    assert is_gone(child.pid)
+    child.communicate()
+
+
+def is_gone(group: int) -> bool:
+    """Wait until a group has no process; end those that stay."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            os.killpg(child.pid, 0)
+            os.killpg(group, 0)
         except ProcessLookupError:
-            break
+            return True
         time.sleep(0.05)
-    else:
-        pytest.fail("processes of the sweep are still there")
-    assert (tmp_path / "sweep.jsonl").read_bytes().endswith(b"\n")
+    os.killpg(group, signal.SIGKILL)
+    return False
 
 
 def test_a_process_that_dies_is_an_error() -> None:

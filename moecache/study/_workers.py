@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moecache.errors import ConfigError, MissingDependencyError, MoeCacheError
+from moecache.interrupts import end_with
 from moecache.study.replay import replay
 from moecache.traces.trace import Trace
 
@@ -98,7 +99,7 @@ def run_processes(
             )
     # Not fork: other threads, Dask's and NumPy's among them, may hold locks.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, _set_up, (dict(traces),))
+    pool = ProcessPoolExecutor(processes, context, _set_up, (dict(traces), os.getpid()))
     try:
         with _interrupts_wait():
             futures = {
@@ -220,7 +221,10 @@ def _interrupts_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _set_up(traces: dict[str, Trace]) -> None:
+def _set_up(traces: dict[str, Trace], parent: int) -> None:
+    # A pool's process waits for work for ever if its parent was killed. Before Ctrl-C is let
+    # through, so that it never comes to this thread.
+    end_with(parent)
     # Ctrl-C reaches every process of the terminal: idle ones leave it to the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

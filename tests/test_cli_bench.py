@@ -3,6 +3,9 @@
 import importlib.util
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,32 @@ def test_a_process_that_dies_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
         with pytest.raises(MoeCacheError, match=message):
             run_process({"verbose": False})
         monkeypatch.undo()
+
+
+def test_a_process_ends_with_the_one_that_started_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is told which that is, and is interrupted once that is gone, whatever it waits for."""
+    script = tmp_path / "script"
+    script.write_text('#!/bin/sh\necho \'{"error": "\'$*\'", "usage": 0}\'\n')
+    script.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(script))
+        with pytest.raises(MoeCacheError) as caught:
+            run_process({"verbose": False})
+    assert str(caught.value) == f"-m {contestants._MODULE} {os.getpid()}"
+
+    # As if another process had started it, and its input had no end.
+    left = subprocess.Popen(
+        [sys.executable, "-m", contestants._MODULE, str(os.getppid())],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert left.wait(120) == -signal.SIGINT
+    finally:
+        left.kill()
+        left.communicate()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -154,6 +155,7 @@ def run_process(task: dict[str, Any]) -> dict[str, Any]:
     """Run a task in a process of its own, and return what it found.
 
     A task with a `group` is a rank as this process is one, with those of the other processes.
+    The process ends with this one, even if this one is killed.
 
     Raises
     ------
@@ -165,7 +167,7 @@ def run_process(task: dict[str, Any]) -> dict[str, Any]:
     group = task.get("group")
     with tempfile.TemporaryFile("w+") as noise:
         process = subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", _MODULE],
+            [sys.executable, "-m", _MODULE, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if task["verbose"] else noise,

@@ -27,7 +27,7 @@ BUDGETS = {
     "tests/test_cuda_tokens.py": 8,
     "tests/test_transformers_cuda_fast.py": 8,
     "tests/test_checkpoint_text_logits.py": 14,
-    "tests/test_cli_bench.py": 9,
+    "tests/test_cli_bench.py": 12,
     "tests/test_cli_without_torch.py": 9,
     "tests/test_transformers_decoding.py": 9,
     "tests/test_transformers_program_prompts.py": 8,

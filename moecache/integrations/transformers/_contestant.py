@@ -1,5 +1,6 @@
 """One contestant of `moecache bench` in a process of its own: a task on standard input.
 
+`python -m moecache.integrations.transformers._contestant PARENT` ends when process PARENT does.
 The task is a JSON object, and so is what comes back, as the last line of standard output:
 what was measured, or {"error": text, "usage": whether the task was wrong}.
 """
@@ -25,6 +26,7 @@ from moecache.integrations.transformers._damage import Damage
 from moecache.integrations.transformers._gguf import find_model_config
 from moecache.integrations.transformers._joining import DEFAULT_TIMEOUT_S, begin, join
 from moecache.integrations.transformers._loading import find_config
+from moecache.interrupts import end_with
 from moecache.prefault.page_cache import evict
 from moecache.sizing.host_memory import peak_rss_bytes
 from moecache.stores import GgufStore, is_gguf, open_store
@@ -39,6 +41,8 @@ _OF_RANKS = (
     "stall_ms_per_token",
 )
 _WARM_UP_TOPICS = ("formatstrings", "classes")
+# Of a parent that was killed: weights that were copied to disk are removed meanwhile.
+_PATIENCE_S = 10.0
 
 
 def main() -> int:
@@ -247,4 +251,5 @@ def _drop_pages(task: dict[str, Any], folder: str) -> int:
 
 
 if __name__ == "__main__":
+    end_with(int(sys.argv[1]), patience_s=_PATIENCE_S)
     sys.exit(main())

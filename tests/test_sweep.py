@@ -308,6 +308,38 @@ def test_a_policy_that_was_changed_is_another(
     monkeypatch.delitem(sys.modules, "own_policy")
 
 
+def test_a_policy_whose_base_was_changed_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the source of every class above it, however far; one of the standard library may be C."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "own_bases.py"
+    for number, replayed in (("1", 2), ("22", 2), ("22", 0)):
+        file.write_text(
+            "import collections\n"
+            "from tests.helpers.routing import ScriptedLru\n\n"
+            f"class Lowest:\n    a = {number}\n\n"
+            "class Lower(Lowest, ScriptedLru):\n    pass\n\n"
+            "class Own(Lower):\n    pass\n\n"
+            "class Queue(Lower, collections.deque):\n    __hash__ = object.__hash__\n"
+            "    def __init__(self, capacity, *, num_keys):\n"
+            "        ScriptedLru.__init__(self, capacity, num_keys=num_keys)\n"
+        )
+        monkeypatch.delitem(sys.modules, "own_bases", raising=False)
+        importlib.invalidate_caches()
+        own = importlib.import_module("own_bases")
+        told: list[int] = []
+        sweep(
+            traces()["one"],
+            (own.Own, own.Queue),
+            "25%",
+            resume=tmp_path / "sweep.jsonl",
+            progress=lambda done, _, told=told: told.append(done),
+        )
+        assert told == [0, 1, 2][2 - replayed :]
+    monkeypatch.delitem(sys.modules, "own_bases")
+
+
 class Maker:
     """Makes policies; what it does depends on what it has."""
 
@@ -318,10 +350,23 @@ class Maker:
     __call__ = make
 
 
+def made(factor: int) -> type[ScriptedLru]:
+    """Return a class that has a number of its own."""
+
+    class Made(ScriptedLru):
+        share = factor
+
+    return Made
+
+
+class Derived(made(3)):  # type: ignore[misc]
+    """Has a base whose source does not say everything."""
+
+
 def test_what_cannot_be_known_again_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Local classes and functions, methods, objects, and partials with such arguments."""
+    """Local classes and functions, classes made of such, methods, objects, partials of them."""
 
     class Local(ScriptedLru):
         pass
@@ -334,6 +379,7 @@ def test_what_cannot_be_known_again_is_told_once(
         Maker(),
         titled("part", functools.partial(slru, share=np.float64(0.5))),
         titled("other", functools.partial(Local)),
+        Derived,
     )
     told: list[int] = []
     for first in (0, 2):
@@ -346,12 +392,12 @@ def test_what_cannot_be_known_again_is_told_once(
             resume=tmp_path / "sweep.jsonl",
             progress=lambda done, _: told.append(done),
         )
-        assert told == list(range(first, 15))
+        assert told == list(range(first, 17))
         (record,) = caplog.records
         assert (record.levelname, record.name) == ("WARNING", "moecache.study.sweeps")
         assert record.getMessage() == (
-            "sweep.not_kept policies=Local,<lambda>,make,Maker,part,other cells=12: they are "
-            "replayed again next time; take classes and functions of a module"
+            "sweep.not_kept policies=Local,<lambda>,make,Maker,part,other,Derived cells=14: they "
+            "are replayed again next time; take classes and functions of a module"
         )
     caplog.clear()
     sweep(traces()["one"], policies, "25%")

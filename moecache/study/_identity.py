@@ -16,8 +16,8 @@ def identify(policy: Any) -> str:
     """Return what tells a policy from all others, or "" if nothing does.
 
     A name identifies itself. A class or function of a module: by its own name and its source, or
-    the file it was compiled into. A partial: by function and arguments, if those are
-    plain values, or classes and functions themselves.
+    the file it was compiled into; a class by those of its bases, too. A partial: by function and
+    arguments, if those are plain values, or classes and functions themselves.
     """
     if isinstance(policy, str):
         return policy
@@ -32,7 +32,7 @@ def identify(policy: Any) -> str:
     # A policy made in a function, or bound to an object, depends on more than its source.
     if "<" in name or getattr(policy, "__closure__", None) or _is_bound(policy):
         return ""
-    source = _source(policy)
+    source = _with_bases(policy) if isinstance(policy, type) else _source(policy)
     if source is None:
         return ""
     return f"{policy.__module__}.{name}" + (f"#{_digest(source)}" if source else "")
@@ -41,6 +41,22 @@ def identify(policy: Any) -> str:
 def _is_bound(policy: Any) -> bool:
     owner = None if isinstance(policy, type) else getattr(policy, "__self__", None)
     return owner is not None and not isinstance(owner, ModuleType)
+
+
+def _with_bases(policy: type) -> bytes | None:
+    """Return a class's source and that of its bases, or None if one depends on more than that."""
+    sources = [_source(policy)]
+    for base in policy.__mro__[1:]:
+        room = base.__module__.partition(".")[0]
+        # moecache's version is known, and that of Python does not matter.
+        if room in ("builtins", "moecache"):
+            continue
+        source = None if "<" in base.__qualname__ else _source(base)
+        # Some of the standard library is written in C.
+        sources.append(b"" if source is None and room in sys.stdlib_module_names else source)
+    # Source text has no zero bytes.
+    known = [source for source in sources if source is not None]
+    return b"\0".join(filter(None, known)) if len(known) == len(sources) else None
 
 
 def _source(policy: Any) -> bytes | None:

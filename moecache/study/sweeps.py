@@ -77,10 +77,10 @@ def sweep(
     resume : path, optional
         A file that keeps finished cells, and gives them to the next sweep that asks for the
         same: by the trace's routing, policy, scope, slots and version of moecache.
-        A class or function of a module counts as the same while its source is; the code that it
-        calls is not looked at. A partial counts by its function and arguments, if these
-        are plain values. Methods, lambdas and what is made in a function are replayed
-        every time; a warning in the log names them. Made if need be; a sweep may be
+        A class or function of a module counts as the same while its source is, and that of its
+        base classes; the code that it calls is not looked at. A partial counts by its function
+        and arguments, if these are plain values. Methods, lambdas and what is made in a function
+        are replayed every time; a warning in the log names them. Made if need be; a sweep may be
         killed at any time.
     progress : bool or callable (done, total), default False
         True shows a bar on standard error.
@@ -116,7 +116,8 @@ def sweep(
     with ExitStack() as stack:
         journal = None if resume is None else stack.enter_context(Journal(resume))
         digests = {name: trace.digest for name, trace in found.items()} if journal else {}
-        keys = [_key(cell, digests[cell.trace]) for cell in cells] if journal else []
+        known_as = {label: identify(policy) for label, policy in named.items()} if journal else {}
+        keys = [_key(cell, digests, known_as) for cell in cells] if journal else []
         if journal:
             _warn(cells, keys)
             known = {number: journal.found.get(key) for number, key in enumerate(keys) if key}
@@ -310,11 +311,12 @@ def _load(trace: TraceLike) -> Trace:
     return trace if isinstance(trace, Trace) else load_any(trace)
 
 
-def _key(cell: Cell, digest: str) -> str:
+def _key(cell: Cell, digests: Mapping[str, str], known_as: Mapping[str, str]) -> str:
     """Return what a cell's result depends on, or "" if that cannot be told."""
     from moecache import __version__
 
-    policy = identify(cell.policy)
+    policy = known_as[policy_name(cell.policy)]
+    digest = digests[cell.trace]
     return f"{digest} {policy} {cell.scope} {cell.slots} {__version__}" if policy else ""
 
 

@@ -43,6 +43,9 @@ def run_cell(trace: Trace, policy: Any, scope: str, slots: int) -> Outcome:
         done = replay(trace, policy, slots, scope=scope)
     except Exception as error:  # noqa: BLE001 - reported with its cell when all are done
         return error
+    except SystemExit as error:
+        # It would end the caller, or a process that has other cells to do.
+        return _told(error)
     return {
         "num_accesses": done.num_accesses,
         "num_hits": done.num_hits,
@@ -52,6 +55,19 @@ def run_cell(trace: Trace, policy: Any, scope: str, slots: int) -> Outcome:
         "layer_misses": done.misses.sum(0, dtype=np.int64).tolist(),
         "seconds": done.seconds,
     }
+
+
+def run_apart(trace: Trace, policy: Any, scope: str, slots: int) -> Outcome:
+    """Return what `run_cell` does, such that another process can read it."""
+    return _sendable(run_cell(trace, policy, scope, slots))
+
+
+def said(error: BaseException) -> str:
+    """Return the name of an error and its text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - whatever its own __str__ raises
+        return f"{type(error).__name__} (its text cannot be had)"
 
 
 def run_here(cells: Sequence[Cell], traces: Mapping[str, Trace]) -> Iterator[tuple[int, Outcome]]:
@@ -156,7 +172,7 @@ def run_cluster(
         }
         futures = {
             client.submit(
-                run_cell, there[cell.trace], cell.policy, cell.scope, cell.slots, pure=False
+                run_apart, there[cell.trace], cell.policy, cell.scope, cell.slots, pure=False
             ): number
             for number, cell in enumerate(cells)
         }
@@ -235,11 +251,27 @@ def _work(trace: str, policy: bytes, scope: str, slots: int) -> Outcome | None:
     """Return the outcome of a cell, or None if it was interrupted."""
     try:
         with _interruptible():
-            return run_cell(_traces[trace], pickle.loads(policy), scope, slots)  # noqa: S301 - its own
+            return run_apart(_traces[trace], pickle.loads(policy), scope, slots)  # noqa: S301 - its own
     except KeyboardInterrupt:
         return None
-    except Exception as error:  # noqa: BLE001 - the policy cannot be unpickled
-        return error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy cannot be unpickled
+        return _told(error)
+
+
+def _sendable(outcome: Outcome) -> Outcome:
+    """Return the text of an error that another process could not make again."""
+    if not isinstance(outcome, Exception):
+        return outcome
+    try:
+        # An error may be written and not be read: if its class takes more than it passes on.
+        again = pickle.loads(pickle.dumps(outcome))  # noqa: S301 - its own
+    except Exception:  # noqa: BLE001 - whatever its own methods raise
+        return _told(outcome)
+    return outcome if type(again) is type(outcome) else _told(outcome)
+
+
+def _told(error: BaseException) -> Exception:
+    return MoeCacheError(f"the replay raised {said(error)}")
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from moecache.study._workers import (
     run_cluster,
     run_here,
     run_processes,
+    said,
 )
 from moecache.study.importers import load_any
 from moecache.study.table import Table
@@ -151,7 +152,7 @@ def sweep_error(
     spot = ", ".join(f"{name} {value!r}" for name, value in where.items())
     return SweepError(
         f"{len(table)} replays succeeded, {len(failures)} failed; the first with {spot}: "
-        f"{type(error).__name__}: {error}; {remedy}",
+        f"{said(error)}; {remedy}",
         table,
         failures,
     )

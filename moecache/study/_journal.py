@@ -5,9 +5,11 @@ stands before it, so that a damaged one is never taken for a result. Only the la
 line can be torn, by a kill in the middle of a write: it lacks its newline, and is cut off.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import time
 import zlib
@@ -17,6 +19,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from moecache.errors import FormatError, StoreError
+
+logger = logging.getLogger(__name__)
 
 HEADER = b'{"moecache_sweep": 2}\n'
 _SYNC_SECONDS = 1.0
@@ -33,6 +37,9 @@ _FIGURES: dict[str, Any] = {
 
 class Journal:
     """Finished cells by key, in memory and in a file. A context manager.
+
+    Once it is open, a file that cannot be written any more, because the disk is full, is no
+    error: the log has a warning, the file keeps the cells that it has, and gets no others.
 
     Parameters
     ----------
@@ -66,33 +73,40 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
+        self._end = os.fstat(self._file.fileno()).st_size
+        self._is_full = False
         self._synced = time.monotonic()
 
     def add(self, key: str, figures: Mapping[str, Any]) -> None:
-        """Append a finished cell.
+        """Append a finished cell, unless an earlier one could not be written.
 
         From then on it survives the death of this process, and soon a crash of the machine.
         """
+        if self._is_full:
+            return
         text = json.dumps({"cell": key, **figures}, allow_nan=False).encode()
         line = text + b" %08x\n" % zlib.crc32(text)
         try:
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._write(line)
+            self._end += len(line)
             if time.monotonic() - self._synced >= _SYNC_SECONDS:
                 self._sync()
         except OSError as error:
-            raise self._refused(error) from error
+            self._give_up(error)
 
     def close(self) -> None:
         """Bring everything to the disk and let go of the file."""
         if self._file.closed:
             return
         try:
-            self._sync()
+            if not self._is_full:
+                self._sync()
         except OSError as error:
-            raise self._refused(error) from error
+            self._give_up(error)
         finally:
-            self._file.close()
+            # Some systems say again here what they said before.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def __enter__(self) -> Self:
         """Return the journal."""
@@ -109,6 +123,26 @@ class Journal:
 
     def _refused(self, error: OSError) -> StoreError:
         return StoreError(f"{self.path}: cannot be resumed from: {error.strerror or error}")
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_full = True
+        # Half a line must not stand before what another sweep adds.
+        with contextlib.suppress(OSError):
+            self._file.truncate(self._end)
+        logger.warning(
+            "sweep.not_written %s: cannot be written: %s; the sweep goes on, and what it does from "
+            "here on is replayed again next time",
+            self.path,
+            error.strerror or error,
+        )
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            # The part that has room is written, and the next call says why the rest is not.
+            written = self._file.write(data)
+            if not written:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            data = data[written:]
 
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -131,7 +165,12 @@ class Journal:
                     f"{self.path}: is no file of a sweep, or an older one's; name another to resume"
                 )
             self._file.truncate(0)
-            self._file.write(HEADER)
+            try:
+                self._write(HEADER)
+            except OSError as error:
+                raise StoreError(
+                    f"{self.path}: cannot be written: {error.strerror or error}"
+                ) from error
             return
         whole = data.rfind(b"\n") + 1
         lines = data[len(HEADER) : whole].splitlines()

@@ -82,7 +82,8 @@ def sweep(
         base classes; the code that it calls is not looked at. A partial counts by its function
         and arguments, if these are plain values. Methods, lambdas and what is made in a function
         are replayed every time; a warning in the log names them. Made if need be; a sweep may be
-        killed at any time.
+        killed at any time. If there is no space left for it, the sweep goes on without, and
+        warns of that, too.
     progress : bool or callable (done, total), default False
         True shows a bar on standard error.
 

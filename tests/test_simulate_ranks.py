@@ -178,7 +178,7 @@ def test_a_network_has_a_name_or_figures() -> None:
     assert math.isclose(ten.bandwidth, 1.25e9 * 1448 / 1538)
     assert Network.parse(" 40Gbit/s:5us") == Network("40Gbit/s:5us", 5e9, 5000, 10_000)
     assert Network.parse("40G:5us:1us") == Network("40G:5us:1us", 5e9, 5000, 1000)
-    assert Network.parse("0.5") == Network("0.5", 62.5e6, 60_000, 10_000)
+    assert Network.parse("0.5G") == Network("0.5G", 62.5e6, 60_000, 10_000)
     assert Network.parse("12Gbps").latency_ns == 30_000
     careful = Network.parse("1.18GB/s:500us")
     assert (careful.bandwidth, careful.latency_ns) == (1.18e9, 500_000)
@@ -205,11 +205,12 @@ def test_the_networks_of_the_guide_can_be_given() -> None:
         "-1",
         "0",
         "1e3",
-        "10:",
-        "10:soon",
-        "10:10000s",
-        "1:1us:1us:1us",
-        "9999999",
+        "10G:",
+        "10G:soon",
+        "10G:10000s",
+        "1G:1us:1us:1us",
+        "9999999G",
+        "10/s",
         "1gb/s",
         "1Mb/s",
         "fastMB/s",
@@ -221,6 +222,14 @@ def test_what_is_no_network_is_refused(given: object) -> None:
     """A rate, then a time."""
     with pytest.raises(MoeCacheError, match=r"network|time"):
         Network.parse(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "rate"), [("10", "10"), (" 2.5 :5us", "2.5"), ("0", "0")])
+def test_a_rate_without_a_unit_is_refused(given: str, rate: str) -> None:
+    """It may be bits or bytes that are meant."""
+    remedy = f"the rate has no unit; write {rate}Gbit/s or {rate}GB/s"
+    with pytest.raises(ConfigError, match=f"network '{given}': {remedy}$"):
+        Network.parse(given)
 
 
 def test_a_link_sends_to_all_others_and_receives_from_them() -> None:

@@ -89,8 +89,12 @@ class Network:
             if text.lower() == name.lower():
                 return cls(name, gbit * 1e9 / 8 * TCP_SHARE, latency_ns)
         rate, *times = (part.strip() for part in text.split(":"))
-        match = re.fullmatch(r"(\d{1,7}(?:\.\d{1,9})?)\s*(?:G|Gb|Gbit)?(?:/s|ps)?", rate)
+        match = re.fullmatch(r"(\d{1,7}(?:\.\d{1,9})?)\s*(?:G|Gb|Gbit)(?:/s|ps)?", rate)
         gbit = float(match[1]) if match else 0.0
+        if re.fullmatch(r"[0-9]{1,7}(?:\.[0-9]{1,9})?", rate):
+            raise ConfigError(
+                f"network {given!r:.80}: the rate has no unit; write {rate}Gbit/s or {rate}GB/s"
+            )
         # A capital B: in any other case it may be bits that are meant.
         if re.fullmatch(r"[0-9.]+\s*(?:[kKMGT]i?)?B(?:/s)?", rate):
             gbit = parse_bytes_per_s(rate) * 8 / 1e9

@@ -68,6 +68,23 @@ def test_a_second_axis_is_in_bytes_if_they_are_known() -> None:
     assert not plots.miss_ratio_curves(random_trace(), ("lru",)).child_axes
 
 
+@pytest.mark.parametrize("size", [10**400, 2**50 + 1])
+def test_a_size_that_no_expert_has_is_refused(size: int) -> None:
+    """The trace's or the argument, before anything is replayed."""
+    message = r"expert_bytes must be from 1 to 2\*\*50 \(1.00 PiB\), got "
+    trace = Trace(random_trace().experts, num_experts=24, expert_bytes=size)
+    for given, argument in ((trace, None), (random_trace(), size)):
+        with pytest.raises(ConfigError, match=message):
+            plots.miss_ratio_curves(given, ("no policy",), expert_bytes=argument)
+
+
+@pytest.mark.parametrize("fractions", [None, (0.5,)])
+def test_curves_of_a_file_that_was_not_read_are_refused(fractions: tuple[float] | None) -> None:
+    """As replays are."""
+    with pytest.raises(ConfigError, match=r"'run.npz' is no Trace; read a file's with"):
+        plots.miss_ratio_curves("run.npz", ("lru",), fractions=fractions)  # type: ignore[arg-type]
+
+
 def test_curves_of_scope_layer_leave_out_what_cannot_be_split() -> None:
     """The default fractions begin where each layer has a slot."""
     ax = plots.miss_ratio_curves(random_trace(), ("echo",), scope="layer")

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from moecache.errors import ConfigError
 from moecache.layout import ExpertLayout
 from moecache.sizing.planning import num_staging_slots
-from moecache.study._arguments import POLICIES, clip_capacity
+from moecache.study._arguments import POLICIES, clip_capacity, total_experts
 from moecache.study._simulation import SimulatedHost
 from moecache.study.advice import expert_size
 from moecache.traces.trace import Trace
@@ -150,12 +150,36 @@ def parse(name: str, parser: Callable[[_Given], _Parsed], given: _Given) -> _Par
         raise ConfigError(text if name in text else f"{name}: {text}") from error
 
 
+def known_expert_bytes(trace: Trace, given: int | None) -> int:
+    """Return the bytes of an expert: those that are given, what the trace says, or 0.
+
+    Raises
+    ------
+    ConfigError
+        If no expert is as large, or `trace` is no Trace.
+    """
+    total_experts(trace)  # which says how to read a file's
+    said = trace.metadata.get("expert_bytes") if given is None else given
+    if not isinstance(said, int) or said <= 0:
+        return 0
+    _check_expert_bytes(said)
+    return said
+
+
 def shown(value: Any) -> str:
     """Return what was given, for an error."""
     try:
         return f"{value!r:.80}"
     except ValueError:  # an int of more digits than Python writes
         return "an endless number"
+
+
+def _check_expert_bytes(nbytes: int) -> None:
+    if nbytes > MAX_EXPERT_BYTES:
+        raise ConfigError(
+            f"expert_bytes must be from 1 to 2**50 ({format_bytes(MAX_EXPERT_BYTES)}), "
+            f"got {shown(nbytes)}"
+        )
 
 
 def _check_times(nbytes: int, rate: float, **times_ns: int) -> None:
@@ -165,11 +189,7 @@ def _check_times(nbytes: int, rate: float, **times_ns: int) -> None:
             raise ConfigError(
                 f"{name} must be from 0 to 10**14 ({format_ns(MAX_NS)}), got {shown(ns)}"
             )
-    if nbytes > MAX_EXPERT_BYTES:
-        raise ConfigError(
-            f"expert_bytes must be from 1 to 2**50 ({format_bytes(MAX_EXPERT_BYTES)}), "
-            f"got {shown(nbytes)}"
-        )
+    _check_expert_bytes(nbytes)
     if nbytes * 10**9 > MAX_NS * rate:
         raise ConfigError(
             f"bandwidth must be at least {format_bytes_per_s(nbytes * 1e9 / MAX_NS)} for experts "

@@ -12,6 +12,7 @@ import numpy as np
 from moecache.errors import ConfigError, MissingDependencyError
 from moecache.policies.making import policy_name
 from moecache.study._arguments import BELADY, cycle_slots, total_experts
+from moecache.study._machine import known_expert_bytes
 from moecache.study.curves import miss_ratio_curve
 from moecache.study.replay import Replay, replay
 from moecache.study.statistics import expert_counts
@@ -61,7 +62,13 @@ def miss_ratio_curves(
     -------
     matplotlib Axes
         With a line per policy, labelled with its name.
+
+    Raises
+    ------
+    ConfigError
+        If an expert's size is one that no model has: above 2**50 bytes.
     """
+    known_expert_bytes(trace, expert_bytes)
     sizes: Sequence[float] = curve_slots(trace, scope) if fractions is None else fractions
     points = {
         policy_name(policy): [
@@ -127,8 +134,8 @@ def draw_curves(
     ax.set_xlabel(f"share of all {total} experts in memory, %")
     if "model" in trace.metadata:
         _title(ax, str(trace.metadata["model"]))
-    nbytes = trace.metadata.get("expert_bytes") if expert_bytes is None else expert_bytes
-    if isinstance(nbytes, int) and nbytes > 0:
+    nbytes = known_expert_bytes(trace, expert_bytes)
+    if nbytes > 0:
         _bytes_axis(ax, total * nbytes / 100)
     ax.legend(frameon=False)
     return ax

@@ -162,8 +162,10 @@ def test_switched_off_nothing_is_read(
     monkeypatch: pytest.MonkeyPatch, num_bytes: int, background: bool
 ) -> None:
     """Not the memory, not the mappings, not the files: claimed sizes return at once."""
-    for name in ("Sweeper", "free_host_bytes", "total_host_bytes"):
-        monkeypatch.setattr(warming, name, lambda *_, **__: pytest.fail("something was read"))
+    for name in ("_job.Sweeper", "warming.free_host_bytes", "warming.total_host_bytes"):
+        monkeypatch.setattr(
+            f"moecache.prefault.{name}", lambda *_, **__: pytest.fail("something was read")
+        )
     result = warm([(NOWHERE, num_bytes)], mode="off", background=background)
     report = result if isinstance(result, prefault.PrefaultReport) else result.wait(30)
 

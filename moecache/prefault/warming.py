@@ -1,186 +1,21 @@
 """Pre-fault: bring a model's pages into memory before the first request needs them."""
 
 import logging
-import os
-import resource
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, overload
 
-from moecache._prefault import PAGE_SIZE, Sweep
-from moecache.errors import ConfigError, MoeCacheError, StoreError
-from moecache.prefault.gate import Verdict, decide
+from moecache.errors import ConfigError
+from moecache.prefault._job import Job
+from moecache.prefault.background import BackgroundSweep
+from moecache.prefault.gate import decide
 from moecache.prefault.regions import merge
-from moecache.prefault.sweep import Progress, Sweeper, check_method, check_threads
+from moecache.prefault.report import PrefaultReport
+from moecache.prefault.sweep import Progress, check_method, check_threads
 from moecache.sizing.host_memory import free_host_bytes, total_host_bytes
-from moecache.units import format_bytes, parse_bytes
+from moecache.units import parse_bytes
 
 logger = logging.getLogger(__name__)
 
 _INTERRUPT_TIMEOUT_S = 2
-_POLL_S = 0.1
-
-
-class Done(NamedTuple):
-    """How far a sweep has come."""
-
-    done_bytes: int
-    total_bytes: int
-
-    @property
-    def fraction(self) -> float:
-        """The share that is done, from 0 to 1."""
-        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
-
-
-@dataclass(frozen=True)
-class PrefaultReport:
-    """The result of a sweep.
-
-    Parameters
-    ----------
-    ran : bool
-        Whether any page was swept.
-    reason : str
-        The reason of the verdict; "resident" if all was in memory already; "cancelled".
-    num_bytes, num_pages : int
-        Bytes asked for, in whole pages, each page once.
-    already_resident_bytes : int
-        Bytes that were in memory before (cachestat, mincore). 0 for files that this
-        user neither owns nor may write: the kernel does not tell about those.
-    done_bytes : int
-        Bytes that were swept; less than `num_bytes` if cancelled.
-    seconds : float
-        0.0 if it did not run.
-    gib_per_s : float
-        `done_bytes` over `seconds`; 0.0 if it did not run.
-    major_faults : int
-        Page faults of the whole process, meanwhile, that waited for a disk.
-    read_back_bytes : int
-        Bytes that were read once more after they had arrived: in a virtual machine whose
-        host takes back freed memory, the first access to a page costs
-        microseconds although the page is in memory.
-    num_threads : int
-        The largest number of threads that swept at once.
-    method : str
-        "populate", "read" or "touch"; empty if the gate refused.
-    message : str
-        The reason in words.
-    """
-
-    ran: bool
-    reason: str
-    num_bytes: int
-    num_pages: int
-    already_resident_bytes: int = 0
-    done_bytes: int = 0
-    seconds: float = 0.0
-    gib_per_s: float = 0.0
-    major_faults: int = 0
-    read_back_bytes: int = 0
-    num_threads: int = 0
-    method: str = ""
-    message: str = ""
-
-    def describe(self) -> str:
-        """Return the report as one line."""
-        if not self.ran:
-            return f"not swept: {self.message}"
-        text = (
-            f"{format_bytes(self.done_bytes)} in {self.seconds:.2f} s, {self.gib_per_s:.2f} GiB/s"
-        )
-        if self.already_resident_bytes:
-            text += f"; {format_bytes(self.already_resident_bytes)} were in memory before"
-        if self.reason == "cancelled":
-            text += f"; cancelled, of {format_bytes(self.num_bytes)}"
-        return text
-
-
-class BackgroundSweep:
-    """A sweep in the background: wait for it, cancel it, or ask how far it has come.
-
-    Made by `warm(..., background=True)`. It keeps what it sweeps mapped until it
-    ends, and goes on if no reference to it is left. A failure is logged as a warning.
-    It is a context manager: leaving the block cancels.
-    """
-
-    def __init__(self, job: "_Job") -> None:
-        self._job = job
-        self._process = os.getpid()
-        self._thread = threading.Thread(target=job.run, name="moecache-prefault", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no more threads to be had
-            job.run()
-
-    @property
-    def progress(self) -> Done:
-        """How far the sweep has come."""
-        return self._job.progress()
-
-    def yield_to(self, is_busy: Callable[[], bool]) -> None:
-        """Begin no chunk while `is_busy()`, from now on; no effect without `yielding`.
-
-        Parameters
-        ----------
-        is_busy : callable () -> bool
-            Whether other reads are under way. The sweep's own thread calls it before each
-            chunk, and every five milliseconds of a pause; its error ends the sweep.
-        """
-        self._job.is_busy = is_busy
-
-    @property
-    def done(self) -> bool:
-        """Whether the sweep has ended: complete, cancelled, or with an error."""
-        # Not `is_alive`: after a join that Ctrl-C interrupts, Python takes the thread for dead.
-        return self._job.ended
-
-    def wait(self, timeout: float | None = None) -> PrefaultReport:
-        """Wait until the sweep has ended, and return the report.
-
-        Raises
-        ------
-        TimeoutError
-            If it has not ended after `timeout` seconds; the sweep goes on.
-        StoreError
-            If a part could not be brought into memory. All other parts were.
-        MoeCacheError
-            In a forked child: the threads are the parent's.
-        """
-        if not self.join(timeout):
-            raise TimeoutError(f"the sweep has not ended after {timeout} s")
-        return self._job.result()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait, and return whether the sweep has ended; an error of the sweep is not raised."""
-        if os.getpid() != self._process and not self.done:
-            raise MoeCacheError("the sweep was started by the parent process; start one here")
-        return self._job.join(timeout)
-
-    def cancel(self, timeout: float | None = None) -> bool:
-        """Stop the sweep before its next chunk; return whether it has stopped.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait until it has stopped; by default as long as it takes, which
-            is for ever if the disk hangs.
-        """
-        self._job.sweep.cancel()
-        if os.getpid() != self._process or threading.current_thread() is self._thread:
-            return self.done
-        return self.join(timeout)
-
-    def __enter__(self) -> Self:
-        """Return the sweep."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Cancel the sweep."""
-        self.cancel()
 
 
 @overload
@@ -301,7 +136,7 @@ def warm(
         room = _room(gate) if room_bytes is None else parse_bytes(room_bytes)
         verdict = decide(num_bytes, room, gate=gate)
     logger.info("prefault.gate %s: %s", verdict.reason, verdict.message)
-    job = _Job(
+    job = Job(
         ranges,
         owners,
         verdict,
@@ -325,129 +160,6 @@ def warm(
         job.sweep.cancel()
         job.join(_INTERRUPT_TIMEOUT_S)
         raise
-
-
-class _Job:
-    """A sweep from its verdict to its report, in any thread."""
-
-    def __init__(
-        self,
-        ranges: list[tuple[int, int]],
-        owners: list[object],
-        verdict: Verdict,
-        progress: Progress | None,
-        options: dict[str, Any],
-        *,
-        yielding: bool,
-    ) -> None:
-        self.sweep = Sweep()
-        self.is_busy: Callable[[], bool] = _never
-        self._yielding = yielding
-        self.num_bytes = sum(nbytes for _, nbytes in ranges)
-        self._ranges = ranges
-        self._owners = owners
-        self._verdict = verdict
-        self._progress = progress
-        self._options = options
-        self.ended = False
-        self._running = threading.Lock()
-        self._running.acquire()
-        self.level = logging.DEBUG
-        self._report: PrefaultReport | None = None
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-
-    def run(self) -> None:
-        """Sweep, and log a failure at `level`; never raises, `result` does."""
-        try:
-            self._report = self._run()
-            logger.info("prefault.ended %s", self._report.describe())
-        except BaseException as error:  # noqa: BLE001 - kept for `result`
-            self._error, self._traceback = error, error.__traceback__
-            logger.log(self.level, "prefault.failed %s", str(error) or type(error).__name__)
-        finally:
-            # Cleared, not replaced: tracebacks of an error refer to this very list.
-            self._owners.clear()
-            self.ended = True
-            self._running.release()
-
-    def join(self, timeout: float | None) -> bool:
-        """Wait for the end, at most `timeout` seconds; return whether it has come.
-
-        Not an Event: Ctrl-C inside one may leave it locked for ever. This polls: a signal
-        that arrives just before the wait for a lock does not end that wait.
-        """
-        until = float("inf") if timeout is None else time.monotonic() + timeout
-        while not self.ended and (left := until - time.monotonic()) > 0:
-            if self._running.acquire(timeout=min(left, _POLL_S)):
-                self._running.release()
-        return self.ended
-
-    def progress(self) -> Done:
-        """Return how far the sweep has come; all of it if all was in memory before."""
-        resident = self._report is not None and self._report.reason == "resident"
-        done = self.num_bytes if resident else min(self.sweep.done_bytes, self.num_bytes)
-        return Done(done, self.num_bytes)
-
-    def result(self) -> PrefaultReport:
-        """Return the report, or raise the error of the sweep."""
-        if self._error is not None:
-            # With the traceback of the first raise: each raise would lengthen it.
-            raise self._error.with_traceback(self._traceback)
-        assert self._report is not None
-        return self._report
-
-    def _ask(self) -> bool:
-        # Looked up each time: `yield_to` may come when the sweep has begun.
-        return self.is_busy()
-
-    def _run(self) -> PrefaultReport:
-        report = PrefaultReport(
-            ran=False,
-            reason=self._verdict.reason,
-            num_bytes=self.num_bytes,
-            num_pages=self.num_bytes // PAGE_SIZE,
-            message=self._verdict.message,
-        )
-        if not self._verdict.run:
-            return report
-        is_busy = self._ask if self._yielding else None
-        sweeper = Sweeper(self._ranges, sweep=self.sweep, is_busy=is_busy, **self._options)
-        try:
-            resident = sweeper.resident_bytes()
-            report = replace(report, already_resident_bytes=resident, method=sweeper.method)
-            if sweeper.has_nothing_to_do(resident):
-                message = "all of it is in memory already"
-                return replace(report, reason="resident", message=message)
-            faults, start = _major_faults(), time.perf_counter()
-            sweeper.run(self._progress, resident_bytes=resident)
-            seconds = time.perf_counter() - start
-            if sweeper.failures:
-                more = f" (and {len(sweeper.failures) - 1} more)" if sweeper.failures[1:] else ""
-                raise StoreError(sweeper.failures[0] + more)
-        finally:
-            sweeper.close()
-        done = min(self.sweep.done_bytes, self.num_bytes)
-        return replace(
-            report,
-            ran=True,
-            reason="cancelled" if self.sweep.cancelled else report.reason,
-            done_bytes=done,
-            seconds=seconds,
-            gib_per_s=done / 2**30 / seconds,
-            major_faults=_major_faults() - faults,
-            read_back_bytes=self.sweep.read_back_bytes,
-            num_threads=sweeper.num_threads,
-        )
-
-
-def _never() -> bool:
-    """Return False: no other reads are known of."""
-    return False
-
-
-def _major_faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def _room(gate: str) -> int | None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from moecache.loading._loader import CLOSE_TIMEOUT_S, SlotLoader
-from moecache.prefault.warming import BackgroundSweep
+from moecache.prefault.background import BackgroundSweep
 from moecache.prefetch.prefetcher import Prefetcher
 from moecache.profiles.warm_start import WarmStart
 

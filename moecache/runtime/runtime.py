@@ -14,7 +14,7 @@ from moecache.cache._cache import ExpertCache
 from moecache.cache.warmpin import WarmPin
 from moecache.interrupts import uninterrupted
 from moecache.layout import ExpertLayout
-from moecache.prefault.warming import BackgroundSweep
+from moecache.prefault.background import BackgroundSweep
 from moecache.prefetch.modes import check_predictor, check_prefetch, make_prefetcher
 from moecache.prefetch.predict import Predictor
 from moecache.profiles.usage import KeptUsage

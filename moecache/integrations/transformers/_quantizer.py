@@ -7,12 +7,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moecache.integrations.transformers._binding import check_family, check_shapes
+from moecache.integrations.transformers._binding import check_family
 from moecache.integrations.transformers._experts import dispatch, forget_empty, strip
 from moecache.integrations.transformers._gguf import share_embedding, strip_gguf
 from moecache.integrations.transformers._guards import IMPLEMENTATION, guard, guard_embeddings
 from moecache.integrations.transformers._native import NativeEmbedding
 from moecache.integrations.transformers._source import Source
+from moecache.integrations.transformers._targets import check_shapes
 from moecache.integrations.transformers._trunk import (
     OTHER_TENSORS,
     TrunkWeight,

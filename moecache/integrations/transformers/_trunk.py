@@ -15,9 +15,10 @@ from transformers.utils import logging
 
 from moecache.decoding.memory import CHUNK_BYTES, Memory
 from moecache.errors import ConfigError
-from moecache.integrations.transformers._binding import Targets, kept_dtype
+from moecache.integrations.transformers._binding import kept_dtype
 from moecache.integrations.transformers._native import can_keep, form_of, keep
 from moecache.integrations.transformers._slots import NUMPY_TYPES, as_tensor
+from moecache.integrations.transformers._targets import Targets
 from moecache.integrations.transformers.gguf import Source
 from moecache.kernels import num_threads, values_in
 from moecache.layout import Role

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from moecache.errors import MissingDependencyError
+from moecache.integrations.transformers._configuration import find_config, find_model_class
 from moecache.integrations.transformers._damage import FILES, Damage
 from moecache.integrations.transformers._experts import find_experts
-from moecache.integrations.transformers._loading import find_config, find_model_class
 from moecache.sizing.host_memory import free_host_bytes
 from moecache.units import format_bytes
 

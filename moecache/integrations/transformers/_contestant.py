@@ -22,10 +22,10 @@ from moecache.decoding import streams
 from moecache.errors import ConfigError, FormatError, MoeCacheError, StoreError
 from moecache.integrations.hub import look_up
 from moecache.integrations.transformers import _baselines, generation, load
+from moecache.integrations.transformers._configuration import find_config
 from moecache.integrations.transformers._damage import Damage
 from moecache.integrations.transformers._gguf import find_model_config
 from moecache.integrations.transformers._joining import DEFAULT_TIMEOUT_S, begin, join
-from moecache.integrations.transformers._loading import find_config
 from moecache.interrupts import end_with
 from moecache.prefault.page_cache import evict
 from moecache.sizing.host_memory import peak_rss_bytes

@@ -1,17 +1,15 @@
 """`load`: a model without its experts, which are read into slots as they are needed."""
 
-import copy
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from moecache import kernels
 from moecache.cuda import parse_device
-from moecache.errors import ConfigError, FormatError
+from moecache.errors import ConfigError
 from moecache.integrations.hub import look_up
 from moecache.integrations.hub_download import resolve
 from moecache.integrations.transformers._arguments import (
@@ -22,7 +20,13 @@ from moecache.integrations.transformers._arguments import (
     split_options,
     torch_dtype,
 )
-from moecache.integrations.transformers._damage import FILES, Damage, check_generation, check_sizes
+from moecache.integrations.transformers._configuration import (
+    find_config,
+    find_model_class,
+    quantized_parts,
+    without_quantization,
+)
+from moecache.integrations.transformers._damage import FILES, Damage, check_generation
 from moecache.integrations.transformers._fast import check_compute
 from moecache.integrations.transformers._gguf import find_model_config
 from moecache.integrations.transformers._joining import join, local_device
@@ -43,7 +47,6 @@ from moecache.sizing.headroom import states_per_text
 from moecache.stores import CheckpointStore, GgufStore
 from moecache.stores._checkpoint import read_config
 from moecache.stores._paths import check_model
-from moecache.stores._quantized import Quantization
 from moecache.units import parse_bytes
 
 # Memory that torch's products take and keep, partly for code compiled for each number of rows:
@@ -278,11 +281,11 @@ def _make(
     hub = {name: from_pretrained[name] for name in _HUB if name in from_pretrained}
     config = find_config(path, hub, from_pretrained)
     check_keywords(load, model_class or find_model_class(config), config, from_pretrained)
-    if _quantized_parts(config):
+    if quantized_parts(config):
         if not on_host and Path(path).is_dir():
             # Before the trunk is read.
             check_on_device(source.open().layout, compute)
-        from_pretrained = _without_quantization(path, config, from_pretrained)
+        from_pretrained = without_quantization(path, config, from_pretrained)
     if model_class is None:
         model_class = find_model_class(config)
     if os.path.isdir(path):
@@ -328,77 +331,6 @@ def _make_of_gguf(
     given = {**from_pretrained, "config": config, "state_dict": {}, "quantization_config": kept}
     with Damage(source.path, "build the model", arguments=from_pretrained):
         return (model_class or find_model_class(config)).from_pretrained(None, **given)
-
-
-def find_config(
-    path: str | os.PathLike[str], hub: dict[str, Any], from_pretrained: dict[str, Any]
-) -> Any:
-    """Return the configuration of a checkpoint, or the one that was given."""
-    config = from_pretrained.get("config")
-    if isinstance(config, transformers.PretrainedConfig):
-        return config
-    if config is None and os.path.isdir(path):
-        # transformers stumbles over what is no object there.
-        said = read_config(Path(path) / "config.json")
-        _check_quantization(path, said)
-        check_sizes(path, said)
-    trusted = {"trust_remote_code": from_pretrained.get("trust_remote_code")}
-    with Damage(config or path, "read the configuration", "config.json"):
-        found = transformers.AutoConfig.from_pretrained(config or path, **hub, **trusted)
-    names = found.architectures
-    if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
-        raise FormatError(
-            f"{Path(config or path) / 'config.json'}: architectures is {ascii(names)[:40]}, not a "
-            "list of names"
-        )
-    return found
-
-
-def find_model_class(config: Any) -> Any:
-    """Return the class whose `from_pretrained` loads a checkpoint."""
-    if hasattr(config, "auto_map"):
-        return transformers.AutoModelForCausalLM  # code of the checkpoint's own
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
-    return transformers.AutoModelForCausalLM
-
-
-def _quantized_parts(config: Any) -> list[Any]:
-    """Return what of a configuration says that the checkpoint is quantized."""
-    text = config.get_text_config(decoder=True)
-    levels = (config,) if text is config else (config, text)
-    return [level for level in levels if getattr(level, "quantization_config", None) is not None]
-
-
-def _check_quantization(path: str | os.PathLike[str], config: dict[str, Any]) -> None:
-    """Raise ConfigError if a configuration says that something is quantized in an unknown way."""
-    try:
-        Quantization(config)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _without_quantization(
-    path: str | os.PathLike[str], config: Any, from_pretrained: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments for transformers, which is told of a model that is not quantized.
-
-    Raises
-    ------
-    ConfigError
-        If nothing here reads what it is quantized with.
-    """
-    said = _quantized_parts(config)[0].quantization_config
-    said = said.to_dict() if hasattr(said, "to_dict") else said
-    _check_quantization(path, {"quantization_config": said or {"quant_method": ""}})
-    config = copy.deepcopy(config)
-    for level in _quantized_parts(config):
-        del level.quantization_config
-    # The tensors from which transformers would take the dtype hold codes.
-    usual = {} if config.dtype else {"dtype": torch.bfloat16}
-    return {**usual, **from_pretrained, "config": config}
 
 
 def _host_bytes(model: Any, compute: str) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -106,6 +107,17 @@ class ReadOnlyFile:
             if count:
                 buffers[0] = buffers[0][count:]
         self.check_unchanged()
+
+    def will_need(self, offset: int, nbytes: int) -> None:
+        """Ask the kernel to read a range ahead into the page cache; not where the file ends."""
+        aligned = offset - offset % mmap.PAGESIZE
+        try:
+            if nbytes <= self.nbytes - offset:
+                os.posix_fadvise(
+                    self.descriptor, aligned, nbytes + offset - aligned, os.POSIX_FADV_WILLNEED
+                )
+        except OSError as error:
+            logger.debug("store.prefetch_refused path=%s error=%s", self.path, error)
 
     def has_byte(self, offset: int) -> bool:
         """Return whether the file goes on at `offset`, even beyond its stated size.

@@ -1,11 +1,7 @@
 """CheckpointStore: experts straight from a checkpoint's files of any form."""
 
-import errno
 import itertools
-import logging
 import mmap
-import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moecache._prefault import address_of
-from moecache.errors import ConfigError, ExpertNotFoundError, FormatError, StoreError
+from moecache.errors import ConfigError, ExpertNotFoundError, FormatError
 from moecache.kernels import values_in
 from moecache.layout import ExpertLayout, Role
 from moecache.prefault.regions import Region
@@ -25,10 +21,9 @@ from moecache.stores._file import ReadOnlyFile
 from moecache.stores._header import TensorEntry
 from moecache.stores._matrices import Matrix, UnsupportedQuantizationError
 from moecache.stores._mtp import enclosing, mtp_layers
+from moecache.stores._open_files import OpenFiles
 from moecache.stores._parts import TensorPart, extents_of, runs_of
 from moecache.stores.base import Parts, Run, destination_bytes
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointStore(ABC):
@@ -72,16 +67,13 @@ class CheckpointStore(ABC):
         mapped: bool,
     ) -> None:
         self.path = path
-        self._files = files
         self._tensors = tensors
         self.mapped = mapped
-        self._ends = [0] * len(files)
+        ends = [0] * len(files)
         for number, entry in tensors.values():
-            self._ends[number] = max(self._ends[number], entry.offset + entry.nbytes)
-        self._closed = False
+            ends[number] = max(ends[number], entry.offset + entry.nbytes)
+        self._opened = OpenFiles(path, files, ends)
         self._runs: dict[tuple[int, int], tuple[Run, ...]] = {}
-        self._maps: dict[int, mmap.mmap] = {}
-        self._lock = threading.Lock()
 
     @property
     def layout(self) -> ExpertLayout:
@@ -91,8 +83,7 @@ class CheckpointStore(ABC):
     @property
     def files(self) -> list[ReadOnlyFile]:
         """The open files, by number."""
-        self._check_open()
-        return self._files
+        return self._opened.files
 
     def keep_layers(self, names: Collection[str]) -> None:
         """Serve these layers alone from now on, numbered anew, in their order.
@@ -187,7 +178,7 @@ class CheckpointStore(ABC):
         If each tensor holds one expert, it is the tensor of expert 0. A quantized one has the
         name that it has where it is not.
         """
-        self._check_open()
+        self._opened.check_open()
         self._layout.check(layer)
         return {(p.role, p.start): p.weight for p in self._pieces[layer] if p.weight}
 
@@ -259,7 +250,7 @@ class CheckpointStore(ABC):
 
     def tensor_entry(self, name: str) -> TensorEntry:
         """Return shape, dtype, size and place of any tensor."""
-        self._check_open()
+        self._opened.check_open()
         if name not in self._tensors:
             raise ExpertNotFoundError(f"{self.path}: there is no tensor {name!r}")
         return self._tensors[name][1]
@@ -273,16 +264,14 @@ class CheckpointStore(ABC):
 
     def read_into(self, layer: int, expert: int, out: Parts | np.ndarray) -> None:
         """Read one expert from the file; see `ExpertStore.read_into`."""
-        self._check_open()
+        self._opened.check_open()
         runs = self.runs(layer, expert)
         target = destination_bytes(self._layout, layer, out)
         what = f"expert {expert} of layer {layer}"
         if self.mapped:
-            self._copy_mapped(runs, target, what)
-            return
-        for file, offset, spans in runs:
-            buffers = [target[role][start:stop].data for role, start, stop in spans]
-            self._file(file).read(offset, buffers, what)
+            self._opened.copy_mapped(runs, target, what)
+        else:
+            self._opened.read(runs, target, what)
 
     def runs(self, layer: int, expert: int) -> tuple[Run, ...]:
         """Return where an expert's bytes lie: (file number, offset, ((role, start, stop), ...))."""
@@ -300,7 +289,7 @@ class CheckpointStore(ABC):
         after the file was truncated kills the process (SIGBUS); `read_into`
         does not.
         """
-        self._check_open()
+        self._opened.check_open()
         self._layout.check(layer, expert)
         roles = {role.name: role for role in self._layout.layers[layer]}
         by_role: dict[str, list[tuple[str, int, int, int, tuple[int, ...]]]] = {}
@@ -324,7 +313,7 @@ class CheckpointStore(ABC):
             if adjoin:
                 pieces = [(name, first[1], first[2], roles[name].nbytes, roles[name].array_shape)]
             for piece_name, file, offset, nbytes, shape in pieces:
-                raw = np.frombuffer(self._map(file), np.uint8, nbytes, offset)
+                raw = np.frombuffer(self._opened.mapping(file), np.uint8, nbytes, offset)
                 if not roles[name].format:
                     raw = raw.view(roles[name].dtype).reshape(shape)
                 views[piece_name] = raw
@@ -339,14 +328,14 @@ class CheckpointStore(ABC):
         Valid as long as a region is referred to: it keeps its file mapped. With `held`, bool
         [num_layers, num_experts], only of these experts.
         """
-        self._check_open()
+        self._opened.check_open()
         regions: list[Region] = []
         for layer in range(self._layout.num_layers) if layers is None else layers:
             self._layout.check(layer)
             wanted = None if held is None else held[layer]
             merged = extents_of(self._pieces[layer], wanted)
             for file, offset, nbytes in merged:
-                mapping = self._map(file)
+                mapping = self._opened.mapping(file)
                 regions.append(Region(address_of(mapping)[0] + offset, nbytes, mapping))
         return regions
 
@@ -361,38 +350,22 @@ class CheckpointStore(ABC):
         for name, (file, entry) in self._tensors.items():
             if not (self._is_expert(name) or enclosing(name, left_out)):
                 if file not in maps:
-                    maps[file] = self._mapped(file)
+                    maps[file] = self._opened.map_anew(file)
                 address = address_of(maps[file])[0] + entry.offset
                 regions.append(Region(address, entry.nbytes, maps[file]))
         return regions
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Ask the kernel to read experts ahead into the page cache."""
-        self._check_open()
+        self._opened.check_open()
         for expert in experts:
             for file, offset, spans in self.runs(layer, int(expert)):
                 length = sum(stop - start for _, start, stop in spans)
-                aligned = offset - offset % mmap.PAGESIZE
-                handle = self._file(file)
-                try:
-                    if length > handle.nbytes - offset:
-                        continue
-                    os.posix_fadvise(
-                        handle.descriptor,
-                        aligned,
-                        length + offset - aligned,
-                        os.POSIX_FADV_WILLNEED,
-                    )
-                except OSError as error:
-                    logger.debug("store.prefetch_refused file=%d error=%s", file, error)
+                self._opened.file(file).will_need(offset, length)
 
     def close(self) -> None:
         """Close the files; a second call does nothing. Existing views stay valid."""
-        with self._lock:
-            self._closed = True
-            # Not mmap.close(): it fails while views exist. The last view unmaps.
-            self._maps = {}
-            self._files = []
+        self._opened.close()
 
     def __enter__(self) -> Self:
         """Return the store."""
@@ -402,53 +375,12 @@ class CheckpointStore(ABC):
         """Close the store."""
         self.close()
 
-    def _copy_mapped(self, runs: tuple[Run, ...], target: Parts, what: str) -> None:
-        for file, offset, spans in runs:
-            mapped = np.frombuffer(self._map(file), np.uint8)
-            handle = self._file(file)
-            nbytes = sum(stop - start for _, start, stop in spans)
-            # A page beyond the end of the file would kill the process.
-            if offset + nbytes > handle.nbytes:
-                raise handle.failure(errno.ENODATA, offset, what, nbytes)
-            for role, start, stop in spans:
-                # NumPy copies without the GIL.
-                target[role][start:stop] = mapped[offset : offset + stop - start]
-                offset += stop - start
-            handle.check_unchanged()
-
-    def _map(self, file: int) -> mmap.mmap:
-        # One mapping per file, for good: `regions` gave its address away.
-        with self._lock:
-            if file not in self._maps:
-                self._maps[file] = self._mapped(file)
-            return self._maps[file]
-
-    def _mapped(self, file: int) -> mmap.mmap:
-        handle = self._file(file)
-        if handle.nbytes < self._ends[file]:
-            raise StoreError(
-                f"{handle.path}: cannot be mapped: its tensors end at byte {self._ends[file]}, "
-                f"but the file has only {handle.nbytes} now"
-            )
-        try:
-            return mmap.mmap(handle.descriptor, 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{handle.path}: cannot be mapped: {error}") from error
-
     def _read_bytes(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
         """Return the bytes of a tensor, a copy."""
         entry = self.tensor_entry(name)
         raw = np.empty(entry.nbytes, np.uint8) if out is None else out
         if entry.nbytes:
-            self._file(self._tensors[name][0]).read(entry.offset, [raw.data], f"tensor {name!r}")
+            self._opened.file(self._tensors[name][0]).read(
+                entry.offset, [raw.data], f"tensor {name!r}"
+            )
         return raw
-
-    def _file(self, number: int) -> ReadOnlyFile:
-        files = self._files
-        if not files:
-            raise StoreError(f"{self.path}: the store is closed")
-        return files[number]
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError(f"{self.path}: the store is closed")

@@ -6,19 +6,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from moecache.compute._prepared import PreparedLaunches
 from moecache.compute._residency import residency_of
 from moecache.compute._steps import TokenSteps
 from moecache.compute._waves import MAX_STREAMED_TOKENS, Waves
-from moecache.cuda._arguments import (
-    check,
-    check_ids,
-    host_ids,
-    same_type,
-)
+from moecache.cuda._arguments import check, check_ids, host_ids, same_type
 from moecache.cuda._kinds import kind_of, named
 from moecache.cuda._launches import Launches, Pool, PreparedLaunch, Step
 from moecache.cuda._ring import CopyRing
@@ -28,7 +23,6 @@ from moecache.errors import ConfigError, MoeCacheError
 from moecache.runtime.runtime import ExpertRuntime
 
 _CLOSE_TIMEOUT_S = 2.0
-_MAX_PREPARED = 4096  # launches, of some hundred bytes each
 
 
 class CudaExperts:
@@ -114,8 +108,7 @@ class CudaExperts:
         self._ring = CopyRing(self._device)
         self._waves = Waves(self._pool, self._launches, self._ring)
         self._tokens: TokenSteps | None = None
-        # Launches of a token's steps, by the addresses of their arrays, with the shapes of these.
-        self._prepared: dict[tuple[int, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
+        self._prepared = PreparedLaunches()
         runtime.closing(self.close)
 
     def __call__(self, layer: int, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Any:
@@ -179,7 +172,7 @@ class CudaExperts:
             if self._tokens is not None and self._tokens.is_open:
                 launch = self._take_step(runtime, self._tokens, step, ids, chosen)
                 if launch is not None and not capturing:
-                    self._keep(launch, layer, (x, device.locate(ids), w, target))
+                    self._prepared.keep(launch, layer, (x, device.locate(ids), w, target))
                 return out
             is_small = num_tokens <= MAX_STREAMED_TOKENS
             if is_small and self._residency.begin_step(runtime, look=not capturing):
@@ -300,13 +293,6 @@ class CudaExperts:
         finally:
             self._end_call()
 
-    def _keep(self, launch: PreparedLaunch, layer: int, arrays: tuple[DeviceArray, ...]) -> None:
-        if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()
-        forms = [part for array in arrays for part in (array.shape, array.dtype)]
-        key = (layer, *(array.address for array in arrays))
-        self._prepared[key] = launch, tuple(forms)
-
     def _check_open(self) -> None:
         if self._closed:
             raise MoeCacheError("the runtime is closed")
@@ -355,19 +341,12 @@ class CudaExperts:
             return False
         if isinstance(given[1], (list, tuple)) or device.is_on_host(given[1]):
             return False
-        # Spelled out: this is what a step costs the host.
-        locate = device.locate
-        x, ids, weights, out = given
-        x, ids, weights, out = locate(x), locate(ids), locate(weights), locate(out)
-        known = self._prepared.get((layer, x.address, ids.address, weights.address, out.address))
-        if known is None or known[1] != (
-            *(x.shape, x.dtype, ids.shape, ids.dtype),
-            *(weights.shape, weights.dtype, out.shape, out.dtype),
-        ):
+        launch = self._prepared.find(layer, *map(device.locate, given))
+        if launch is None:
             return False
         with self._left:
             self._check_open()
-            self._launches.start(known[0], stream)
+            self._launches.start(launch, stream)
         return True
 
     def _on_device(
@@ -416,36 +395,3 @@ class CudaExperts:
             self._table = self._waves.copied(runtime.cache.slot_table, step.stream)
         row = self._table.address + 4 * step.layer * num_experts
         self._launches.decode(step, found, row, num_experts)
-
-
-# Experts of each runtime, by activation and other options; they go with the runtime.
-_made: WeakKeyDictionary[ExpertRuntime, dict[tuple[Any, ...], CudaExperts]] = WeakKeyDictionary()
-
-
-def on_device(runtime: ExpertRuntime, activation: str = "silu", **options: Any) -> CudaExperts:
-    """Return what computes a runtime's experts on the GPU that has the slots.
-
-    The same for the same options, as each has memory of its own.
-
-    Parameters
-    ----------
-    runtime : ExpertRuntime
-    activation : str, default "silu"
-    **options
-        Others of `CudaExperts`: is_interleaved, alpha, limit, dtype.
-
-    Raises
-    ------
-    ConfigError
-        If the slots are in RAM, or there are no kernels for these experts.
-    MoeCacheError
-        If the runtime is closed.
-    """
-    runtime.steps.check_usable()
-    if not isinstance(activation, str):
-        raise ConfigError(f"activation must be a name, got {activation!r}")
-    made = _made.setdefault(runtime, {})
-    known = (activation, *sorted(options.items()))
-    if known not in made:
-        made[known] = CudaExperts(runtime, activation, **options)
-    return made[known]

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from moecache.compute.cuda_experts import on_device
+from moecache.compute._on_device import on_device
 from moecache.errors import ConfigError
 from moecache.kernels import SlotKernel, values_in
 from moecache.runtime.runtime import ExpertRuntime

@@ -8,7 +8,8 @@ import pytest
 
 from moecache.cache._cache import ExpertCache
 from moecache.policies._echo import Echo
-from moecache.study._optimum import Accesses
+from moecache.study._accesses import Accesses
+from moecache.study._optimum import belady
 from moecache.study._replay import replay_policy
 from tests.helpers.nightly import some
 from tests.helpers.real_traces import FRACTIONS, NAMES, NUM_EXPERTS, load
@@ -53,7 +54,7 @@ def hits(
     found = np.empty((num_tokens, num_layers), np.int32)
     missed = np.empty_like(found)
     if policy is None:
-        Accesses(experts, steps, num_experts).belady(capacity, "global", found, missed)
+        belady(Accesses(experts, steps, num_experts), capacity, "global", found, missed)
     else:
         begins = np.zeros(num_tokens, np.uint8)
         replay_policy(

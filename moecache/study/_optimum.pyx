@@ -1,18 +1,15 @@
-"""Bounds of a trace: Belady's optimum, and LRU at every capacity in one pass."""
+"""Belady's optimum: which misses nobody could avoid, with the future known."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, qsort
 from libc.string cimport memset
 
-from moecache.policies._policy cimport MAX_KEYS
-
-import numpy as np
+from moecache.study._accesses cimport SIGNALS_EVERY, Accesses
 
 cdef enum:
     MAX_LEVELS = 8
-    SIGNALS_EVERY = 4096  # steps between two looks at Ctrl-C
     CHOOSING = 2
 
 
@@ -26,251 +23,47 @@ cdef extern from *:
     int moecache_highest_bit(uint64_t word) noexcept nogil
 
 
-@cython.final
-cdef class Accesses:
-    """A trace as one sequence of accesses: per step and layer each distinct expert once.
+def belady(
+    Accesses trace not None, int capacity, str scope, int32_t[:, ::1] hits_out not None,
+    int32_t[:, ::1] misses_out not None,
+) -> None:
+    """Evict the expert that is used again the latest (Belady, IBM Systems Journal 5(2), 1966).
+
+    Every miss of a step is admitted, as by any policy; a bulk step admits its layer's
+    fair share, the experts that are used again the soonest, or, where it chooses, those
+    that are used before what would leave. A step's own experts are never victims.
+    Blocks, without the GIL.
 
     Parameters
     ----------
-    experts : int32 [num_tokens, num_layers, top_k]
-        -1 is no expert.
-    steps : int64 [num_steps + 1]
-        Step s is the rows from steps[s] to steps[s + 1].
-    num_experts : int
-    bulk : uint8 [num_steps], optional
-        1 where a step admits no more than its layer's fair share, 2 where it admits what is
-        used before what would leave. By default 1 for the steps of several rows.
+    trace : Accesses
+    capacity : int
+    scope : {"global", "layer"}
+    hits_out, misses_out : int32 [num_steps, num_layers]
 
     Raises
     ------
     ValueError
-        If an id is out of range, a step ends before it begins, or `bulk` has another
-        length.
+        If an array does not fit, or the capacity cannot be split.
     """
-
-    cdef int num_layers
-    cdef int num_experts
-    cdef Py_ssize_t num_steps
-    cdef Py_ssize_t size
-    cdef int32_t* keys        # [size] layer * num_experts + expert
-    cdef int32_t* uses        # [size] rows of the step that ask for it
-    cdef Py_ssize_t* bounds   # [num_steps * num_layers + 1] of each visit
-    cdef unsigned char* bulk  # [num_steps] 1: a step keeps to its layer's fair share; or CHOOSING
-
-    def __cinit__(
-        self, const int32_t[:, :, ::1] experts not None, const int64_t[::1] steps not None,
-        int num_experts, const uint8_t[::1] bulk=None,
-    ):
-        cdef Py_ssize_t step, row, position, visit, n = 0
-        cdef Py_ssize_t num_rows = experts.shape[0]
-        cdef int layer, i, k = <int>experts.shape[2]
-        cdef int32_t expert
-        cdef int64_t* seen
-        if num_experts < 1:
-            raise ValueError(f"num_experts must be at least 1, got {num_experts}")
-        if experts.shape[1] * <int64_t>num_experts > MAX_KEYS:
-            raise ValueError(
-                f"{experts.shape[1]} layers of {num_experts} experts are more than {MAX_KEYS}"
+    cdef int layer, share
+    cdef Timeline timeline
+    _check_shape(hits_out, trace.num_steps, trace.num_layers)
+    _check_shape(misses_out, trace.num_steps, trace.num_layers)
+    if capacity < (1 if scope == "global" else trace.num_layers):
+        raise ValueError(f"a capacity of {capacity} is too small for scope {scope!r}")
+    timeline = Timeline(trace)
+    if scope == "global":
+        with nogil:
+            timeline.run(
+                trace, 0, trace.num_layers, capacity, max(1, capacity // trace.num_layers),
+                hits_out, misses_out,
             )
-        self.num_layers = <int>experts.shape[1]
-        self.num_experts = num_experts
-        self.num_steps = steps.shape[0] - 1
-        if bulk is not None and bulk.shape[0] != self.num_steps:
-            raise ValueError(f"{self.num_steps} steps, {bulk.shape[0]} of bulk")
-        for step in range(self.num_steps):
-            if not 0 <= steps[step] <= steps[step + 1] <= num_rows:
-                raise ValueError(f"step {step} ends before it begins, or past the trace's end")
-        self.keys = <int32_t*>malloc(max(1, num_rows * self.num_layers * k) * sizeof(int32_t))
-        self.uses = <int32_t*>malloc(max(1, num_rows * self.num_layers * k) * sizeof(int32_t))
-        self.bounds = <Py_ssize_t*>malloc(
-            (self.num_steps * self.num_layers + 1) * sizeof(Py_ssize_t)
-        )
-        self.bulk = <unsigned char*>calloc(max(1, self.num_steps), 1)
-        # The access of this visit that an expert has already, as its index.
-        seen = <int64_t*>malloc(num_experts * sizeof(int64_t))
-        if (
-            self.keys == NULL or self.uses == NULL or self.bounds == NULL or self.bulk == NULL
-            or seen == NULL
-        ):
-            free(seen)
-            raise MemoryError(f"no memory for the accesses of {num_rows} tokens")
-        memset(seen, 0xFF, num_experts * sizeof(int64_t))
-        try:
-            visit = 0
-            self.bounds[0] = 0
-            for step in range(self.num_steps):
-                if bulk is None:
-                    self.bulk[step] = steps[step + 1] - steps[step] > 1
-                else:
-                    self.bulk[step] = bulk[step]
-                for layer in range(self.num_layers):
-                    for row in range(steps[step], steps[step + 1]):
-                        for i in range(k):
-                            expert = experts[row, layer, i]
-                            if expert == -1:
-                                continue
-                            if not 0 <= expert < num_experts:
-                                raise ValueError(
-                                    f"expert {expert} is not in [0, {num_experts}), nor -1"
-                                )
-                            position = seen[expert]
-                            if position >= self.bounds[visit]:
-                                self.uses[position] += 1
-                                continue
-                            seen[expert] = n
-                            self.keys[n] = layer * num_experts + expert
-                            self.uses[n] = 1
-                            n += 1
-                    visit += 1
-                    self.bounds[visit] = n
-            self.size = n
-        finally:
-            free(seen)
-
-    def __dealloc__(self):
-        free(self.keys)
-        free(self.uses)
-        free(self.bounds)
-        free(self.bulk)
-
-    def __len__(self) -> int:
-        return self.size
-
-    def belady(
-        self, int capacity, str scope, int32_t[:, ::1] hits_out not None,
-        int32_t[:, ::1] misses_out not None,
-    ) -> None:
-        """Evict the expert that is used again the latest (Belady, IBM Systems Journal 5(2), 1966).
-
-        Every miss of a step is admitted, as by any policy; a bulk step admits its layer's
-        fair share, the experts that are used again the soonest, or, where it chooses, those
-        that are used before what would leave. A step's own experts are never victims.
-        Blocks, without the GIL.
-
-        Parameters
-        ----------
-        capacity : int
-        scope : {"global", "layer"}
-        hits_out, misses_out : int32 [num_steps, num_layers]
-
-        Raises
-        ------
-        ValueError
-            If an array does not fit, or the capacity cannot be split.
-        """
-        cdef int layer, share
-        cdef Timeline timeline
-        _check_shape(hits_out, self.num_steps, self.num_layers)
-        _check_shape(misses_out, self.num_steps, self.num_layers)
-        if capacity < (1 if scope == "global" else self.num_layers):
-            raise ValueError(f"a capacity of {capacity} is too small for scope {scope!r}")
-        timeline = Timeline(self)
-        if scope == "global":
-            with nogil:
-                timeline.run(
-                    self, 0, self.num_layers, capacity, max(1, capacity // self.num_layers),
-                    hits_out, misses_out,
-                )
-            return
-        for layer in range(self.num_layers):
-            share = capacity // self.num_layers + (layer < capacity % self.num_layers)
-            with nogil:
-                timeline.run(self, layer, layer + 1, share, share, hits_out, misses_out)
-
-    def stack_distances(self, str scope) -> np.ndarray:
-        """Return how often LRU finds a key at which depth (Mattson et al., 1970).
-
-        With C slots LRU hits what is found at a depth of up to C. All experts of a step are
-        looked up first and then moved to the top in the order of their ids. (A replay
-        moves hits before misses, which depends on the capacity: the two differ in the
-        fourth digit.) Holds for capacities of at least a step's experts. O(n log n).
-
-        Parameters
-        ----------
-        scope : {"global", "layer"}
-            One stack, or one for each layer.
-
-        Returns
-        -------
-        ndarray of int64, shape [num_stacks, keys of a stack + 1]
-            Entry d - 1: accesses found at depth d; the last: first accesses.
-        """
-        cdef bint is_global = scope == "global"
-        cdef int first, num_keys = self.num_experts * (self.num_layers if is_global else 1)
-        cdef int64_t[:, ::1] counts
-        cdef int64_t* last
-        cdef int32_t* tree
-        found = np.zeros((1 if is_global else self.num_layers, num_keys + 1), np.int64)
-        counts = found
-        if self.size > 2**31 - 2:
-            raise ValueError(f"{self.size} accesses are more than 2**31 - 2")
-        last = <int64_t*>malloc(self.num_layers * <size_t>self.num_experts * sizeof(int64_t))
-        tree = <int32_t*>calloc(self.size + 1, sizeof(int32_t))
-        if last == NULL or tree == NULL:
-            free(last)
-            free(tree)
-            raise MemoryError(f"no memory for the stack distances of {self.size} accesses")
-        memset(last, 0xFF, self.num_layers * <size_t>self.num_experts * sizeof(int64_t))
-        try:
-            with nogil:
-                for first in range(1 if is_global else self.num_layers):
-                    memset(tree, 0, (self.size + 1) * sizeof(int32_t))
-                    _stack(
-                        self, first, self.num_layers if is_global else first + 1, last, tree,
-                        &counts[first, 0], num_keys,
-                    )
-        finally:
-            free(last)
-            free(tree)
-        return found
-
-
-cdef int _stack(
-    Accesses trace, int first, int end, int64_t* last, int32_t* tree, int64_t* found,
-    int num_keys,
-) except -1 nogil:
-    # A Fenwick tree over time: 1 where the latest access of a key is.
-    cdef Py_ssize_t step, visit, a, live = 0
-    cdef int layer
-    cdef int64_t before
-    for step in range(trace.num_steps):
-        if step % SIGNALS_EVERY == SIGNALS_EVERY - 1:
-            with gil:
-                PyErr_CheckSignals()
-        for layer in range(first, end):
-            visit = step * trace.num_layers + layer
-            for a in range(trace.bounds[visit], trace.bounds[visit + 1]):
-                before = last[trace.keys[a]]
-                if before < 0:
-                    found[num_keys] += 1
-                else:
-                    found[live - _sum(tree, before)] += 1
-            for a in range(trace.bounds[visit], trace.bounds[visit + 1]):
-                before = last[trace.keys[a]]
-                if before < 0:
-                    live += 1
-                else:
-                    _add(tree, trace.size, before, -1)
-                _add(tree, trace.size, a, 1)
-                last[trace.keys[a]] = a
-    return 0
-
-
-cdef inline void _add(int32_t* tree, Py_ssize_t size, Py_ssize_t at, int32_t value) noexcept nogil:
-    at += 1
-    while at <= size:
-        tree[at] += value
-        at += at & -at
-
-
-cdef inline Py_ssize_t _sum(const int32_t* tree, Py_ssize_t at) noexcept nogil:
-    # The sum of the entries up to `at`.
-    cdef Py_ssize_t total = 0
-    at += 1
-    while at > 0:
-        total += tree[at]
-        at -= at & -at
-    return total
+        return
+    for layer in range(trace.num_layers):
+        share = capacity // trace.num_layers + (layer < capacity % trace.num_layers)
+        with nogil:
+            timeline.run(trace, layer, layer + 1, share, share, hits_out, misses_out)
 
 
 @cython.final

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moecache.study._accesses import Accesses
 from moecache.study._arguments import check_scope, cycle_slots, parse_capacity, total_experts
-from moecache.study._optimum import Accesses
+from moecache.study._stack_distances import stack_distances
 from moecache.study.replay import step_bounds
 from moecache.traces.trace import Trace
 
@@ -69,7 +70,7 @@ def miss_ratio_curve(trace: Trace, *, scope: str = "global") -> MissRatioCurve:
     check_scope(scope)
     experts = np.ascontiguousarray(trace.experts, np.int32)
     accesses = Accesses(experts, step_bounds(trace), trace.num_experts)
-    found = accesses.stack_distances(scope).sum(0)
+    found = stack_distances(accesses, scope).sum(0)
     hits = np.cumsum(found[:-1])
     total = int(found.sum())
     stacks = 1 if scope == "global" else trace.num_layers

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from moecache.errors import ConfigError
 from moecache.policies._policy import Policy
 from moecache.policies.making import policy_name
+from moecache.study._accesses import Accesses
 from moecache.study._arguments import (
     BELADY,
     check_name,
@@ -19,7 +20,7 @@ from moecache.study._arguments import (
     make_partitions,
     total_experts,
 )
-from moecache.study._optimum import Accesses
+from moecache.study._optimum import belady
 from moecache.study._replay import replay_policy
 from moecache.traces.trace import DECODE, PREFILL, Trace
 from moecache.units import parse_bytes
@@ -231,7 +232,7 @@ def replay(
     if chosen == BELADY:
         chosen_from = np.where(of_several(trace, bounds) & (bulk == 1), CHOOSING, bulk)
         accesses = Accesses(experts, bounds, trace.num_experts, chosen_from.astype(np.uint8))
-        accesses.belady(slots, scope, hits, misses)
+        belady(accesses, slots, scope, hits, misses)
     else:
         begins = sequence_begins(trace, bounds)
         replay_policy(

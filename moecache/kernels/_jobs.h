@@ -2,7 +2,7 @@
 #ifndef MOECACHE_JOBS_H
 #define MOECACHE_JOBS_H
 
-#include "_matrix.h"
+#include "_functions.h"
 
 /* Does an item of a job. */
 typedef void (*mc_work)(void *job, int64_t item);

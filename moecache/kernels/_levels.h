@@ -2,7 +2,7 @@
 #ifndef MOECACHE_LEVELS_H
 #define MOECACHE_LEVELS_H
 
-#include "_matrix.h"
+#include "_functions.h"
 
 /* What the compiler knows of, and the build does not leave out (see setup.py). */
 #if defined(__x86_64__) && defined(__GNUC__)

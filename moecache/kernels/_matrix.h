@@ -1,4 +1,4 @@
-/* Matrices and activations as the kernels take them, and the tables of a level's functions. */
+/* Matrices, inputs and activations as the kernels take them. */
 #ifndef MOECACHE_MATRIX_H
 #define MOECACHE_MATRIX_H
 
@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "_numbers.h"
 
 /* Rows that a tile has, and rows that lie interleaved in the compute form. */
 #define MC_TILE 16
@@ -203,119 +205,6 @@ typedef struct {
     float alpha, limit; /* of MC_SWIGLU; the limit of MC_CLAMPED_SILU, too */
 } mc_activation;
 
-/* A head's state of linear attention, before some rows and behind them, and the rows: [width, value_width] by the delta
- * rule, [value_width, width] by a scan. */
-typedef struct {
-    const float *state;
-    float *next; /* or the same */
-    int64_t width, value_width, num;
-    const float *queries, *keys, *values;
-    int64_t key_step, value_step; /* numbers from a row to the next */
-    const float *decays, *shares; /* [num]: what multiplies the state; how far it goes to a value */
-    float *out;
-} mc_delta;
-
-/* Keys and values of a head. A key may lie in two parts; a query is then as long as both, one behind the
- * other. */
-typedef struct {
-    const uint8_t *keys, *values, *more;     /* of position 0 */
-    int64_t key_step, value_step, more_step; /* bytes from a position to the next */
-    int64_t width, value_width, more_width;  /* numbers of a key, of a value, of a key's second part */
-    int type; /* MC_F32 or MC_BF16 */
-    float scale; /* of the products */
-} mc_attention;
-
-/* A query that sees positions [first, last), one at least, where its mean of values goes, and its sink, or
- * -INFINITY. */
-typedef struct {
-    const float *query;
-    float *out, sink;
-    int64_t first, last;
-} mc_query;
-
-/* Queries of a page and the keys and values of all positions up to its end. A query sees the positions that
- * its row of `mask` says, a byte each, or without a mask those up to its own: the last query is of the last
- * position. Steps are in bytes: from a position to the next, from a head to the next. */
-#define MC_MOST_WIDTH 256
-typedef struct {
-    const uint8_t *queries, *keys, *values, *mask; /* or NULL */
-    uint8_t *out; /* [num_queries, num_heads, value_width] */
-    int64_t query_step, query_head_step, key_step, key_head_step, value_step, value_head_step;
-    int64_t mask_step, out_step;
-    int64_t num_queries, num_keys, num_heads, num_kv_heads, width, value_width;
-    int type; /* MC_X_F32 or MC_X_BF16 */
-    float scale;
-} mc_page;
-
-/* Writes the products of rows [row, row + 16) with `num` inputs: out[i * 16 + r], fp32.
- * Rows beyond the matrix have any value. An input is `columns` numbers, padded with zeros to a whole
- * block if weights are codes, or the same columns as `mc_planes`. */
-typedef void (*mc_tile)(
-    const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num, float *out);
-
-/* Products with many inputs, up to MC_MANY_CHUNK, which are packed once for all rows. */
-#define MC_MANY_CHUNK 64
-typedef struct {
-    /* Bytes of a room for inputs of a matrix, and for what is made of its rows: a multiple of 64, or 0 if
-     * tiles multiply this matrix. */
-    int64_t (*bytes)(const mc_matrix *matrix, int64_t num);
-    void (*pack)(
-        const mc_matrix *matrix, const uint8_t *const *inputs, int64_t num, uint8_t *room);
-    /* As a tile, with packed inputs. */
-    void (*multiply)(
-        const mc_matrix *matrix, int64_t row, int64_t num, uint8_t *room, float *out);
-} mc_many;
-
-/* Defines a tile that multiplies weights of one kind with `many` inputs at a time, then with `fewer`,
- * then with one: as many as registers hold. */
-#define MC_TILE_BY(name, few, many, fewer, codes)                                             \
-    static void name(                                                                         \
-        const mc_matrix *matrix, int64_t row, const uint8_t *const *inputs, int64_t num,      \
-        float *out)                                                                           \
-    {                                                                                         \
-        int64_t t = 0;                                                                        \
-        for (; t + (many) <= num; t += (many))                                                \
-            few(matrix, row, inputs + t, many, out + t * MC_TILE, codes);                     \
-        for (; t + (fewer) <= num; t += (fewer))                                              \
-            few(matrix, row, inputs + t, fewer, out + t * MC_TILE, codes);                    \
-        if ((fewer) > 1 && t < num)                                                           \
-            few(matrix, row, inputs + t, 1, out + t * MC_TILE, codes);                        \
-    }
-
-typedef struct {
-    const char *name;
-    int is_whole; /* whether integers of inputs are whole in `mc_planes` */
-    /* By type of inputs and codes: numbers and FP8. NULL: inputs are converted to fp32 first. */
-    mc_tile tiles[2][MC_NUM_CODES];
-    /* By codes and flags: integers. NULL: there is no such form. */
-    mc_tile planes[MC_NUM_CODES][MC_FLAGS];
-    /* What multiplies many inputs of a type, with the bits of a tile; NULL: tiles do. */
-    const mc_many *many[3];
-    void (*activate)(float *gate, const float *up, int64_t num, const mc_activation *how);
-    void (*quantize)(const uint8_t *from, int type, int64_t columns, int codes, uint8_t *to);
-    uint8_t *(*form)(const mc_file *file, int64_t row, uint8_t *out, int *wrong);
-    void (*expand)(
-        const mc_matrix *matrix, int64_t row, int type, uint8_t *out, int64_t out_row_bytes);
-    uint32_t (*read)(const uint8_t *at, int64_t num);
-    /* `scores` has room for `num` times `step` numbers, and `step` are at least as many as the positions
-     * that a query sees. Neighbours that see much the same take the shortest time. */
-    void (*attend)(
-        const mc_attention *a, const mc_query *queries, int64_t num, float *scores, int64_t step);
-    /* Some queries' products with the first `num` keys, and sums of as many values that have these shares. */
-    void (*score)(
-        const mc_attention *a, const float *const *queries, int64_t num_queries, int64_t num,
-        float *const *scores);
-    void (*mix)(
-        const mc_attention *a, const float *const *shares, int64_t num_queries, int64_t num,
-        float *const *out);
-    void (*delta)(const mc_delta *d);
-    void (*scan)(const mc_delta *d);
-    void (*gate)(float *x, const float *gate, int64_t num);
-    /* Of queries [first, first + num) of the heads that share the keys of `head`, by the type of keys and
-     * values; false if there is no memory. */
-    int (*attend_page[2])(const mc_page *p, int64_t head, int64_t first, int64_t num);
-} mc_level;
-
 static inline int mc_is_coded(const mc_matrix *matrix) { return matrix->codes >= MC_I8; }
 
 /* A property of codes. */
@@ -428,92 +317,10 @@ static inline int mc_flags(const mc_matrix *matrix)
         | (matrix->has_offsets ? MC_OFFSETS : 0) | (matrix->scale == MC_IN_STEPS ? MC_SUPERS : 0);
 }
 
-/* What multiplies a matrix with inputs of a type; NULL: nothing does. */
-static inline mc_tile mc_tile_of(const mc_level *level, int type, const mc_matrix *matrix)
-{
-    if (mc_is_integer(matrix->codes) == 2 && !mc_table(matrix->codes))
-        return NULL;
-    if (type == MC_X_PLANES)
-        return level->planes[matrix->codes][mc_flags(matrix) >> 8];
-    return level->tiles[type][matrix->codes];
-}
-
-/* As what inputs are multiplied that are given in a type of numbers. */
-static inline int mc_input_type(const mc_level *level, int given, const mc_matrix *matrix)
-{
-    if (mc_is_integer(matrix->codes))
-        return MC_X_PLANES;
-    return level->tiles[given][matrix->codes] ? given : MC_X_F32;
-}
-
-static inline float mc_bits_to_float(uint32_t bits)
-{
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 /* Whether two matrices of as many columns multiply the same inputs. */
 static inline int mc_are_alike(const mc_matrix *a, const mc_matrix *b)
 {
     return a->codes == b->codes && mc_flags(a) == mc_flags(b);
-}
-
-static inline uint32_t mc_float_to_bits(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-static inline float mc_bf16_to_float(uint16_t bits) { return mc_bits_to_float((uint32_t)bits << 16); }
-
-/* To the nearest, ties to even; a NaN stays one. */
-static inline uint16_t mc_float_to_bf16(float value)
-{
-    uint32_t bits = mc_float_to_bits(value);
-    if ((bits & 0x7fffffff) > 0x7f800000)
-        return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-/* Exact, as every fp16 is an fp32; denormals by a product with 2^112. */
-static inline float mc_f16_to_float(uint16_t bits)
-{
-    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = (uint32_t)(bits & 0x7fff) << 13;
-    float value = mc_bits_to_float(rest) * 0x1p112f;
-    if (rest >= 0x0f800000) /* infinities and NaN */
-        value = mc_bits_to_float(rest + 0x70000000);
-    return mc_bits_to_float(mc_float_to_bits(value) | sign);
-}
-
-/* How a thread rounds and whether it takes denormals as zeros: torch's `set_flush_denormal` sets it for one
- * thread. Results shall not depend on which thread computes them: all do it as IEEE 754 says. */
-static inline uint64_t mc_own_floats(void)
-{
-    uint64_t before = 0;
-#if defined(__x86_64__)
-    before = __builtin_ia32_stmxcsr();
-    if (before & 0xe040) /* flush to zero, a rounding, denormals are zeros */
-        __builtin_ia32_ldmxcsr((unsigned)before & ~0xe040u);
-#elif defined(__aarch64__)
-    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
-    if (before)
-        __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0));
-#endif
-    return before;
-}
-
-static inline void mc_restore_floats(uint64_t before)
-{
-#if defined(__x86_64__)
-    if (before & 0xe040)
-        __builtin_ia32_ldmxcsr((unsigned)before);
-#elif defined(__aarch64__)
-    if (before)
-        __asm__ volatile("msr fpcr, %0" : : "r"(before));
-#endif
-    (void)before;
 }
 
 /* Numbers of a type of inputs, to fp32 and from it. */

@@ -160,15 +160,14 @@ class ExpertLayout:
         """Return the roles that are stored as [in, out]: the shapes allow nothing else.
 
         Those of experts with gates, "gate_up" [hidden_size, 2 * width] and "down"
-        [width, hidden_size]; without gates shapes do not tell.
+        [width, hidden_size] in every layer; without gates shapes do not tell.
         """
-        found: set[str] = set()
         for roles in self.layers:
             shapes = {role.name: role.shape for role in roles if not role.format}
             wide, down = shapes.get("gate_up", ()), shapes.get("down", ())
-            if len(down) == 2 and down[0] and wide == (down[1], 2 * down[0]):
-                found |= {"gate_up", "down"}
-        return frozenset(found)
+            if len(down) != 2 or not down[0] or wide != (down[1], 2 * down[0]):
+                return frozenset()
+        return frozenset({"gate_up", "down"} if self.layers else ())
 
     def with_transposed(self, names: Collection[str]) -> "ExpertLayout":
         """Return the layout of experts whose roles of these names are stored as [in, out].

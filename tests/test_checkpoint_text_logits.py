@@ -59,11 +59,11 @@ LLAMA3 = {
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
     "short_factor": [1.0, 1.5, 2.0, 2.5],
     "long_factor": [2.0, 3.0, 4.0, 5.0],
     "short_mscale": 1.2,
-    "long_mscale": 1.3,
+    "long_mscale": 1.2,
 }
 IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 

@@ -44,6 +44,10 @@ def changed(path: Path, into: Path, change: dict[str, Any]) -> Path:
     [
         ({"model_type": "jamba"}, "model type 'jamba' runs with torch"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "rope"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "x": 1}},
+            "rope_parameters is",
+        ),
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "are torch's"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu' in config.json"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
@@ -91,6 +95,9 @@ LONG = {
         ("llama4", {"no_rope_layers": [1]}, r"no_rope_layers is \[1\]"),
         ("llama4", {"no_rope_layers": [], "layer_types": "gone", "moe_layers": [7]}, "moe_layers"),
         ("llama4", {"attention_chunk_size": None}, "attention_chunk_size is None"),
+        ("llama4", {"attention_chunk_size": 7.9}, "attention_chunk_size is 7.9"),
+        ("llama4", {"attn_temperature_tuning": "no"}, "attn_temperature_tuning is 'no'"),
+        ("phimoe", {"rope_parameters": LONG | {"rope_type": "linear", "factor": 2.0}}, "rope_"),
         ("llama4", {"num_experts_per_tok": 2}, "inputs of 2 experts of a token have scales"),
         ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave is False"),
         (
@@ -114,7 +121,11 @@ LONG = {
         ("mellum", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_param"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3"),
         ("phimoe", {"head_dim": 4}, "num_attention_heads is"),
-        ("phimoe", {"rope_parameters": LONG | {"long_mscale": 2.0}}, "rope_parameters is"),
+        (
+            "phimoe",
+            {"rope_parameters": LONG | {"long_mscale": 2.0}, "max_position_embeddings": 65},
+            "rope_parameters is",
+        ),
         ("phimoe", {"rope_parameters": LONG | {"short_mscale": None}}, "rope_parameters is"),
         ("phimoe", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "rope_parameters is"),
         ("phimoe", {"rope_parameters": LONG | {"long_factor": [1.0] * 3 + [0]}}, "rope_parameters"),

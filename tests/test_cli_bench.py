@@ -18,6 +18,7 @@ from moecache.commands.bench_table import print_bench
 from moecache.commands.contestants import Contestant, differing, run_process
 from moecache.errors import ConfigError, MoeCacheError
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.more_families import MORE_FAMILIES
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -180,7 +181,7 @@ def test_a_way_to_compute_that_has_no_kernel_is_left_out(
     tmp_path: Path, in_process: list[dict[str, Any]], capsys: Captured
 ) -> None:
     """So that all ways can be asked for, whatever the model; alone it is a failure."""
-    write_checkpoint(FAMILIES["gpt_oss"], tmp_path, "bfloat16")
+    write_checkpoint(MORE_FAMILIES["longcat_flash"], tmp_path, "bfloat16")
     options = ("--memories", "50%", "--repeats", "2", "--sample", "--compute")
     assert cli.main(["bench", str(tmp_path), *SHORT, *options, "fast,torch"]) == 0
     shown = capsys.readouterr()

@@ -125,6 +125,8 @@ def test_a_full_disk_does_not_end_a_conversation(
     assert "No space left on device; the conversation goes on" in capsys.readouterr().err
     assert [text for role, text in asked[-1] if role == "user"] == ["one", "two", "three"]
     assert len(read_conversation(str(path))) == 6
+    room[:] = [False]
+    assert talk(model, monkeypatch, "four\n", "--resume", str(path)) == 1
 
 
 def test_a_conversation_goes_on_from_its_file(

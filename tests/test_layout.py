@@ -169,6 +169,16 @@ def test_roles_that_are_stored_transposed_are_shown_as_they_will_be() -> None:
     assert layout.layers[0] == tuple(roles)
 
 
+def test_shapes_tell_what_is_stored_transposed_if_all_layers_are() -> None:
+    """Even where one matrix is square; not without gates."""
+    turned = [_role("gate_up", 6, 12), _role("down", 6, 6)]
+    assert ExpertLayout(2, 1, [turned]).find_transposed() == {"gate_up", "down"}
+    for others in ([_role("gate_up", 12, 6), _role("down", 6, 6)], [_role("up", 6, 6)]):
+        assert not ExpertLayout(2, 1, [turned, others]).find_transposed()
+        assert not ExpertLayout(2, 1, [others]).find_transposed()
+    assert not ExpertLayout(0, 0, []).find_transposed()
+
+
 @pytest.mark.parametrize(
     ("names", "problem"),
     [(["down"], "no layer has a role 'down'"), (["gate_up_bias"], r"float32 \[6\] is no matrix")],

@@ -89,6 +89,7 @@ def test_conversion_counts_in_the_budget(tiny_moe: Path) -> None:
         ({"dtype": {"a": 1}}, "is no dtype of NumPy"),
         ({"dtype": "f" * 1000}, "is no dtype of NumPy"),
         ({"loader_threads": -1}, "must not be negative"),
+        ({"lock": [1]}, "lock must be True or False"),
         ({"read": "zzz"}, "read 'zzz' is not one of auto, buffered, direct, mmap"),
         ({"record_trace": True}, "record_trace must be a path, got True"),
     ],

@@ -185,6 +185,10 @@ def test_a_runtime_that_reads_stacks_as_they_are_stored_is_refused(tmp_path: Pat
     problem = r"as \[in, out\].*transpose_roles\(\['down', 'gate"
     with moecache.open(path, "50%") as runtime, pytest.raises(ConfigError, match=problem):
         attach(model, runtime)
+    oss = write_checkpoint(FAMILIES["gpt_oss"], tmp_path / "oss", "float32")
+    problem = r"stored transposed.*transpose_roles\(store.layout.find_transposed\(\)\)"
+    with moecache.open(oss, "50%") as runtime, pytest.raises(ConfigError, match=problem):
+        attach(load_whole(FAMILIES["gpt_oss"], oss), runtime, compute="fast")
     store = moecache.open_store(path)
     store.transpose_roles(["gate_up", "down"])
     with moecache.open(store, "50%") as runtime, attach(model, runtime, compute="torch"):

@@ -236,7 +236,7 @@ def test_experts_of_integers_have_the_bits_of_a_loop_in_numpy() -> None:
     ids = torch.tensor([[0, 1], [2, 3], [1, 2]])
     cache = moecache.ExpertCache(1, 4, 4)
     with moecache.ExpertRuntime(store, HostSlots(store.layout, 6), cache) as runtime:
-        kernel = kernel_of(module, runtime, 0, "fast", is_transposed=False)
+        kernel = kernel_of(module, runtime, 0, "fast")
         found, _ = fast_experts(module, runtime, 0, kernel, hidden, ids, weights)
         expected = experts.feed_forward(
             runtime, 0, hidden.numpy(), ids.numpy(), weights.numpy(), compute="fast"

@@ -117,6 +117,22 @@ def test_texts_have_the_bits_that_they_have_alone(
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe"], indirect=True)
+@pytest.mark.parametrize(("batch", "longest", "width"), [(1, 20, 100), (40, 5, 16), (8, 9, 80)])
+def test_texts_may_all_be_shorter_than_their_batch_is_wide(
+    model: Any, batch: int, longest: int, width: int
+) -> None:
+    """Padded to a multiple, or to the most that a tokenizer gives: whole parts are padding."""
+    several = texts((longest, *(1 + row % longest for row in range(batch - 1))))
+    given = padded([*several, torch.ones((1, width), dtype=torch.int64)])
+    given = {name: array[:-1] for name, array in given.items()} | {"logits_to_keep": 1}
+    given["attention_mask"] = given["attention_mask"].bfloat16()
+    out = model(**given)
+    found = [model(text, logits_to_keep=1).logits for text in several]
+    assert torch.equal(out.logits, torch.cat(found))
+    assert out.past_key_values.get_seq_length() == width
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe"], indirect=True)
 def test_generate_writes_of_a_batch_what_it_writes_of_each_text(model: Any) -> None:
     """By transformers' own loop."""
     several = texts((3, 17, 30))

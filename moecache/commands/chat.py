@@ -121,8 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         opened_prefixes(arguments, texts.runtime, texts.open_prefixes) as prefixes,
     ):
         console.print("/help shows what else can be typed; Ctrl-D leaves", style="dim")
-        _Conversation(console, texts, arguments, resumed or told, prefixes).run()
-    return 0
+        return _Conversation(console, texts, arguments, resumed or told, prefixes).run()
 
 
 class _Conversation:
@@ -141,9 +140,13 @@ class _Conversation:
         self._arguments = arguments
         self._messages = messages
         self._prefixes = prefixes
+        self._is_kept = True
 
-    def run(self) -> None:
-        """Read lines and reply until the input ends; an interrupt ends what is under way."""
+    def run(self) -> int:
+        """Read lines and reply until the input ends; return the exit code.
+
+        An interrupt ends what is under way.
+        """
         told = ""
         while True:
             kept, is_asked, note, told = len(self._messages), False, told, ""
@@ -154,7 +157,7 @@ class _Conversation:
                     self._say(note)
                 line = self._read()
                 if line is None:
-                    return
+                    return 0 if self._is_kept else 1
                 # Bytes that are no text come as half characters, which no tokenizer takes.
                 text = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()
                 is_asked = True
@@ -238,8 +241,10 @@ class _Conversation:
         """Write the conversation to its file, if it has one."""
         if self._arguments.resume is None:
             return
+        self._is_kept = False
         try:
             write_conversation(self._arguments.resume, self._messages)
+            self._is_kept = True
         except StoreError as error:
             self._say(f"moecache: {printable(error)}; the conversation goes on", "red")
 

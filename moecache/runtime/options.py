@@ -198,7 +198,7 @@ class Options:
             check_path(self.profile)
         if self.policy is not None:
             check_policy(self.policy)
-        if self.lock not in {None, True, False}:
+        if self.lock not in (None, True, False):
             raise ConfigError(f"lock must be True or False, got {self.lock!r}")
         if self.memory is not None:
             parse_budget(self.memory, 0)

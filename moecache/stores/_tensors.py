@@ -113,8 +113,8 @@ class CheckpointStore(ABC):
     def transpose_roles(self, names: Collection[str]) -> None:
         """Say that these roles' matrices are stored as [in, out]: slots take them as [out, in].
 
-        For a host that knows it of its model, before it asks for anything. What is read is as
-        before; kernels compute what is in slots.
+        For a host that knows it of its model, before it opens a runtime: one that is open goes on
+        as before. What is read is as before; kernels compute what is in slots.
 
         Parameters
         ----------

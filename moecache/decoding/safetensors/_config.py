@@ -83,6 +83,13 @@ class Config:
             return found
         return self._real(name, found, least)
 
+    def number(self, name: str, default: Any = _MISSING) -> int:
+        """Return a whole number, at least 1, that is no size of the checkpoint's tensors."""
+        found = self._real(name, self._found(name, default), 0.0)
+        if not found.is_integer():
+            raise self.unsupported(name)
+        return int(found)
+
     def flag(self, name: str, default: Any = _MISSING) -> bool:
         """Return True or False."""
         found = self._found(name, default)
@@ -164,14 +171,18 @@ class Config:
     def long_rope(self, width: int) -> dict[str, Any]:
         """Return those of PhiMoE's: "longrope", with a scale for short texts, and one for long.
 
+        transformers turns long texts by the factors of short ones.
+
         Parameters
         ----------
         width : int
             Numbers of a head, all of which are turned.
         """
         name, said = self._said_rope()
-        if said.get("rope_type", said.get("type")) != "longrope":
+        if said.get("rope_type", said.get("type", "default")) == "default":
             return self.rope()
+        if said.get("rope_type", said.get("type")) != "longrope":
+            raise self.unsupported(name)
         found = self._rope(name, {**said, "rope_type": "default"}, 1.0, ("default",))
         scales = [self._real(name, said.get(f"{part}_mscale"), 0.0) for part in _PARTS]
         length = said.get("original_max_position_embeddings")
@@ -182,14 +193,16 @@ class Config:
                 raise self.unsupported(name)
             for factor in each:
                 self._real(name, factor, 2.0**-20)
-        if factors[0] == factors[1] and scales[0] != scales[1]:
+        original = int(self._real(name, length, 1.0))
+        # Texts that are longer have another scale.
+        if scales[0] != scales[1] and original < self.real("max_position_embeddings"):
             raise self.unsupported(name)
         return {
             **found,
             "rope_type": "longrope",
-            "original_max_position_embeddings": int(self._real(name, length, 1.0)),
+            "original_max_position_embeddings": original,
             "attention_factor": scales[0],
-            **{f"{part}_factor": each for part, each in zip(_PARTS, factors, strict=True)},
+            **{f"{part}_factor": factors[0] for part in _PARTS},
         }
 
     def scaled_rope(self, share: float) -> dict[str, Any]:
@@ -249,6 +262,8 @@ class Config:
         if factor < 1:
             raise self.unsupported(name)
         found["factor"] = factor
+        if kind == "linear" and said.keys() - {"original_max_position_embeddings"}:
+            raise self.unsupported(name)
         if kind == "linear":
             return found
         if kind == "llama3":

@@ -39,8 +39,9 @@ class Row:
         Whether transformers has routers in float32, whatever they are stored in.
     epsilon : str
         What the number is called that norms add.
-    may_be_transposed : bool, default False
-        Whether experts may be stored as [in, out].
+    stored : {"rows", "columns", "either"}
+        How experts that are numbers are stored: as [out, in], as [in, out], or as the shape of each
+        matrix tells.
     activation : tuple of str
         What the activation of feed-forwards is called, and the values that it may have.
     """
@@ -55,7 +56,7 @@ class Row:
     turned: str = ""
     has_wide_routers: bool = False
     epsilon: str = "rms_norm_eps"
-    may_be_transposed: bool = False
+    stored: str = "rows"
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
 
 
@@ -117,7 +118,7 @@ ROWS: Mapping[str, Row] = {
         _settings.gpt_oss,
         gate=_settings.gpt_oss_gate,
         head_dim=64,
-        may_be_transposed=True,
+        stored="columns",
     ),
     "granitemoe": Row("granitemoe", "GraniteMoe", _settings.granite),
     "granitemoehybrid": Row("granitehybrid", "GraniteMoeHybrid", _stateful.granite_hybrid),
@@ -127,7 +128,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "hy_v3": Row("hy_v3", "HYV3", _settings.hy_v3, head_dim=128),
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
-    "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, may_be_transposed=True),
+    "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, stored="columns"),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
     "mellum": Row("qwen3moe", "Mellum", _settings.mellum, head_dim=128, share=0.0),
     "minimax_m2": Row(
@@ -151,5 +152,5 @@ ROWS: Mapping[str, Row] = {
     "qwen3_moe": Row("qwen3moe", "Qwen3Moe", _settings.qwen3),
     "qwen3_next": Row("qwen3next", "Qwen3Next", _stateful.qwen3_next, head_dim=256, share=0.25),
     "solar_open": Row("glm4moe", "SolarOpen", _settings.solar, head_dim=128),
-    "qwen3_vl_moe_text": Row("qwen3vlmoe", "Qwen3VLMoe", _settings.qwen3, may_be_transposed=True),
+    "qwen3_vl_moe_text": Row("qwen3vlmoe", "Qwen3VLMoe", _settings.qwen3, stored="either"),
 }

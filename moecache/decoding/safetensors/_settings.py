@@ -91,12 +91,15 @@ def llama4(config: Config) -> dict[str, Any]:
         "use_qk_norm": config.flag("use_qk_norm", True),
         "no_rope_layers": turned,
         "layer_types": config.kinds("layer_types", (CHUNKED, FULL), usual),
-        "attention_chunk_size": int(config.real("attention_chunk_size", 8192.0)),
+        "attention_chunk_size": config.number("attention_chunk_size", 8192),
         "attention_bias": config.flag("attention_bias", False),
     }
     # Published as a number, too.
-    if config.get("attn_temperature_tuning", True):
-        found["floor_scale"] = config.real("floor_scale", 8192.0)
+    tuning = config.get("attn_temperature_tuning", True)
+    if type(tuning) not in (bool, int):
+        raise config.unsupported("attn_temperature_tuning")
+    if tuning:
+        found["floor_scale"] = config.number("floor_scale", 8192)
         found["attn_scale"] = config.real("attn_scale", 0.1)
     return found
 

@@ -10,6 +10,7 @@ from moecache.decoding.safetensors._config import Config
 from moecache.decoding.safetensors._renamed import RenamedStore
 from moecache.decoding.safetensors._rows import ROWS, settings_of
 from moecache.decoding.safetensors.generation import read_generation
+from moecache.layout import Role
 from moecache.stores.safetensors import SafetensorsStore
 
 _is_correction = methodcaller("endswith", CORRECTION)
@@ -30,7 +31,7 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
         If it cannot be read.
     """
     trunk = (store.tensor_entry(name) for name in store.trunk_names)
-    roles = (role for layer in store.layout.layers for role in layer)
+    roles = [role for layer in store.layout.layers for role in layer]
     shapes = (*(entry.shape for entry in trunk), *(role.shape for role in roles))
     counts = (length for shape in shapes for length in shape)
     largest = max((store.layout.num_experts, *counts))
@@ -49,7 +50,9 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
     # Heads lie as transformers has them.
     known = replace(known, gate=gate, is_tiled=False)
     is_tied = config.is_tied
-    turned = store.layout.find_transposed() if row.may_be_transposed else frozenset()
+    turned = store.layout.find_transposed() if row.stored != "rows" else frozenset()
+    if row.stored == "either" and any(_is_square(role) for role in roles if role.name in turned):
+        raise NoTextModelError("experts' matrices are square: torch's to tell their order")
     renamed = RenamedStore(
         store,
         known,
@@ -69,3 +72,7 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
     states = "f32" if renamed.is_f32 else "bf16"
     pairs = family.pairs
     return Described(renamed, settings, family, known, pairs, ends, drawn, own, states, turned)
+
+
+def _is_square(role: Role) -> bool:
+    return len(role.shape) == 2 and role.shape[0] == role.shape[1]

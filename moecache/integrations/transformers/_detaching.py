@@ -19,7 +19,7 @@ def read_experts(runtime: ExpertRuntime, binding: Binding) -> dict[str, nn.Param
         name: torch.empty(shape, dtype=dtype, device=device_of(runtime))
         for name, (shape, dtype, _) in described(binding.module).items()
     }
-    roles = {role.name: role for role in store.layout.layers[layer]}
+    roles = {role.name: role for role in runtime.layout.layers[layer]}
     parts = {name: np.empty(role.array_shape, role.dtype) for name, role in roles.items()}
     for expert in range(store.layout.num_experts):
         store.read_into(layer, expert, parts)

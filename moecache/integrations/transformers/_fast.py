@@ -47,7 +47,6 @@ def kernel_of(
     layer: int,
     compute: str,
     *,
-    is_transposed: bool,
     is_interleaved: bool = False,
 ) -> SlotKernel:
     """Return what computes the experts of a module in the runtime's slots.
@@ -61,8 +60,6 @@ def kernel_of(
     """
     pool, family = runtime.pool, type(module).__name__
     try:
-        if is_transposed:
-            raise ConfigError("their weights are stored transposed, [in, out]")
         gate = gate_of(module)
         return SlotKernel(
             lambda slot: runtime.expert(slot, layer),

@@ -39,21 +39,21 @@ def make_kernels(
         return made, left
     for binding in bindings:
         module, layer = binding.module, binding.layer
-        turned = is_transposed(module) and not binding.has_output_rows
+        if is_transposed(module) and not binding.has_output_rows:
+            raise no_kernel(
+                type(module).__name__,
+                compute,
+                "their weights are stored transposed, [in, out]",
+                '"torch", or open the runtime with a store of moecache.open_store, after its '
+                "transpose_roles(store.layout.find_transposed())",
+            )
         alternate = _is_interleaved(binding)
         if not isinstance(runtime.pool, CudaSlots):
-            made[layer] = kernel_of(
-                module, runtime, layer, compute, is_transposed=turned, is_interleaved=alternate
-            )
+            made[layer] = kernel_of(module, runtime, layer, compute, is_interleaved=alternate)
             continue
         try:
             made[layer] = device_kernel_of(
-                module,
-                runtime,
-                layer,
-                binding.dtype,
-                is_transposed=turned,
-                is_interleaved=alternate,
+                module, runtime, layer, binding.dtype, is_interleaved=alternate
             )
         except ConfigError as error:
             left[layer] = str(error)

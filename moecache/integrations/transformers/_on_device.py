@@ -89,7 +89,6 @@ def device_kernel_of(
     layer: int,
     dtype: torch.dtype,
     *,
-    is_transposed: bool,
     is_interleaved: bool,
 ) -> DeviceKernel:
     """Return what computes the experts of a module in the slots of a GPU.
@@ -99,8 +98,6 @@ def device_kernel_of(
     ConfigError
         With the reason, if the GPU's kernels do not compute them.
     """
-    if is_transposed:
-        raise ConfigError("their weights are stored transposed, [in, out]")
     if is_llama4(module):
         raise ConfigError("a score multiplies an expert's input")
     gate = gate_of(module)

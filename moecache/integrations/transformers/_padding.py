@@ -1,4 +1,4 @@
-"""Padding: the rows of a call without it, where texts of a batch begin among them."""
+"""Padding: the rows of a call that are not, where texts of a batch begin within the call."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -52,21 +52,21 @@ class Ragged:
             return None
         return cls(begins, length, each)
 
-    def names(self, names: np.ndarray | None) -> np.ndarray | None:
-        """Return which text each row is of, of the texts' names."""
-        return None if names is None else np.repeat(names[self.texts], self.counts)
+    def names(self, of_texts: np.ndarray | None) -> np.ndarray | None:
+        """Return each row's name, which is its text's."""
+        return None if of_texts is None else np.repeat(of_texts[self.texts], self.counts)
 
     def pages(
-        self, pages: Sequence[KeyValues | States | None]
+        self, whole: Sequence[KeyValues | States | None]
     ) -> list[list[KeyValues | States | None]]:
         """Return each text's part of a batch's pages."""
         return [
-            [None if page is None else page.of_sequence(text) for page in pages]
+            [None if page is None else page.of_sequence(text) for page in whole]
             for text in self.texts
         ]
 
     def clear(self, layers: Sequence[Any]) -> None:
-        """Make zeros of what no row writes, in layers with room for the call; states stay."""
+        """Write what no row does, in layers with room for the call: zeros, and states as before."""
         for layer in layers:
             if isinstance(layer, EMPTY):
                 continue

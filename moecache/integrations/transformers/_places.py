@@ -10,6 +10,8 @@ _POSITIONS = 1024
 _FAR = 64 * _POSITIONS
 # Kinds of rotary positions whose frequencies stay.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+# Modules whose other kinds scale by the largest position.
+_GROWING = ("PhimoeRotaryEmbedding",)
 
 
 class Rotary:
@@ -23,7 +25,9 @@ class Rotary:
 
     def __init__(self, module: Any, width: int) -> None:
         self._module, self._width = module, width
-        self.is_static = not width or getattr(module, "rope_type", None) in STATIC_ROTARY
+        kind = getattr(module, "rope_type", None)
+        is_growing = type(module).__name__ in _GROWING and kind != "default"
+        self.is_static = not width or (kind in STATIC_ROTARY and not is_growing)
         self._cos = self._sin = np.empty((0, 0), np.float32)
 
     def angles(
@@ -91,7 +95,7 @@ def begins_of(mask: Any, batch: int, length: int, each: int) -> np.ndarray | Non
         return np.zeros(batch, np.int64)
     if not isinstance(mask, torch.Tensor) or mask.shape != (batch, length + each):
         return None
-    seen = mask.numpy() != 0
+    seen = (mask != 0).numpy()
     num_hidden = (length + each) - seen.sum(1)
     # Padding on the left, and nothing else.
     if any(seen[row, :num].any() for row, num in enumerate(num_hidden.tolist())):

@@ -25,7 +25,7 @@ cdef extern from "_columns.h" nogil:
 cnp.import_array()
 
 # In the order of their numbers in C.
-COLUMNS = "columns"
+_COLUMNS = "columns"
 ORDERS = tuple((<bytes>mc_order_names[i]).decode() for i in range(MC_NUM_ORDERS))
 TILE = MC_TILE
 
@@ -89,8 +89,8 @@ cdef class Tiler:
         self.tiling.file.row_bytes, self.tiling.file.block_bytes = row_bytes, block_bytes
         self.tiling.file.scale_rows, self.tiling.file.scale_row_bytes = scale_rows, scale_row_bytes
         self.tiling.file.scale_step, self.tiling.file.num_scales = scale_step, num_scales
-        self.tiling.number_bytes = block_bytes if order == COLUMNS else 0
-        if order == COLUMNS:
+        self.tiling.number_bytes = block_bytes if order == _COLUMNS else 0
+        if order == _COLUMNS:
             order = ORDERS[0]
         if order not in ORDERS:
             raise ConfigError(f"order {order!r} is not one of {', '.join(ORDERS)}")

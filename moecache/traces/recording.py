@@ -116,7 +116,7 @@ class Recording:
         try:
             self.trace = from_log(self.log, layers=self._layers, **self._metadata)
             if not self.log.num_steps:
-                logger.warning("recording.empty path=%s: no expert was used", self.path)
+                logger.info("recording.empty path=%s: no expert was used", self.path)
                 return
             self.trace.save(self.path, force=self._force)
         except (MoeCacheError, MemoryError, OSError, ValueError) as error:

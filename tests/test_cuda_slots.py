@@ -73,31 +73,6 @@ def test_slots_hold_what_was_uploaded(gpu: Any) -> None:
         assert_holds(pool, 1, 2)
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32), np.dtype(np.float64)], ids=str)
-def test_what_is_stored_transposed_is_not_in_slots(gpu: Any, dtype: np.dtype) -> None:
-    """By buffers and by arrays of one's own; what has no order stays; no buffer is lost."""
-    roles = [Role("gate_up", (40, 34), dtype), Role("gate_up_bias", (34,), dtype)]
-    layout = ExpertLayout(4, 2, [roles]).with_transposed(["gate_up"])
-    numbers = np.arange(40 * 34).reshape(40, 34).astype(dtype)
-    with CudaSlots(layout, 3, 1, gpu) as pool:
-        for again in range(8):
-            for slot in range(4):
-                given = {"gate_up": numbers + slot + again, "gate_up_bias": numbers[0] + slot}
-                parts = pool.buffers(slot, 0)
-                if slot % 2:
-                    for name, array in given.items():
-                        parts[name][...] = array
-                pool.upload(slot, 0, parts if slot % 2 else given)
-            for slot in range(4):
-                pool.before_compute(np.array([slot], np.int32))
-                found = {n: pool.device.to_host(a) for n, a in pool.expert(slot, 0).items()}
-                wanted = (numbers + slot + again).T
-                assert found["gate_up"].shape == pool.slab("gate_up").shape[1:] == wanted.shape
-                assert np.array_equal(bits(found["gate_up"]), bits(wanted))
-                assert np.array_equal(bits(found["gate_up_bias"]), bits(numbers[0] + slot))
-                assert pool.raw_expert(slot, 0)["gate_up"].shape == (34, 40 * dtype.itemsize)
-
-
 def test_a_slab_is_all_slots_of_a_role(gpu: Any) -> None:
     """It shares the slots' memory, at one stride."""
     with CudaSlots(LAYOUT, 3, device=gpu) as pool:

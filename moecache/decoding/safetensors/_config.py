@@ -179,9 +179,10 @@ class Config:
             Numbers of a head, all of which are turned.
         """
         name, said = self._said_rope()
-        if said.get("rope_type", said.get("type", "default")) == "default":
+        kind = said.get("rope_type", said.get("type", "default"))
+        if kind == "default":
             return self.rope()
-        if said.get("rope_type", said.get("type")) != "longrope":
+        if kind != "longrope":
             raise self.unsupported(name)
         found = self._rope(name, {**said, "rope_type": "default"}, 1.0, ("default",))
         scales = [self._real(name, said.get(f"{part}_mscale"), 0.0) for part in _PARTS]

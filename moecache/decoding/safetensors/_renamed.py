@@ -177,7 +177,7 @@ class RenamedStore:
         num_norms: int,
         is_beside: bool,
         is_tied: bool,
-        transposed: Collection[str] = (),
+        transposed: Collection[str],
     ) -> None:
         self._num_norms = num_norms
         self._store, self._num_layers, self._adds_one = store, num_layers, adds_one

@@ -28,6 +28,7 @@ from tests.helpers.decoding import (
     Oracle,
     angles,
     call,
+    delta,
     drawn,
     grouped,
     latent,
@@ -304,6 +305,16 @@ def test_experts_of_all_layers_are_given_latents_or_of_none() -> None:
     cache = ExpertCache(num_layers=1, num_experts=16, capacity=4)
     with pytest.raises(ConfigError, match="given latents, or those of none"):
         Program(Recipe(HIDDEN, (layer, given), norm(HIDDEN), linear(VOCABULARY, HIDDEN)), cache)
+
+
+def test_decays_are_a_product_or_two() -> None:
+    """A third, or none, is refused."""
+    cache = ExpertCache(num_layers=1, num_experts=8, capacity=4)
+    for decays in ((), delta().decays + delta().decays):
+        layer = Layer(norm(HIDDEN), replace(delta(), decays=decays), norm(HIDDEN), FORWARD)
+        recipe = Recipe(HIDDEN, (layer,), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
+        with pytest.raises(ConfigError, match=f"{len(decays)} products are neither one nor two"):
+            Program(recipe, cache)
 
 
 def test_a_convolution_is_over_a_few_rows() -> None:

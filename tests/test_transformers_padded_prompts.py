@@ -25,7 +25,16 @@ pytestmark = [
 ]
 
 # A window, latents, states and convolutions, and queries that positions scale.
-NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_moe", "nemotron_h", "lfm2_moe", "mistral4")
+NAMES = (
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_5_moe",
+    "nemotron_h",
+    "lfm2_moe",
+    "mistral4",
+    "kimi_linear",
+)
 SCALED = {
     "rope_type": "yarn",
     "rope_theta": 1e4,

@@ -50,7 +50,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' own
 ]
 
-STATEFUL = ("qwen3_5_moe", "qwen3_next", "nemotron_h", "lfm2_moe", "granitemoehybrid")
+STATEFUL = (
+    "qwen3_5_moe",
+    "qwen3_next",
+    "nemotron_h",
+    "lfm2_moe",
+    "granitemoehybrid",
+    "kimi_linear",
+)
 NAMES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "phimoe"),
     *("afmoe", "exaone_moe", "hunyuan_v1_moe", "granitemoe", *STATEFUL),

@@ -121,6 +121,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "decays of a key's numbers": ("kimi_linear", {}),
+    "decays that have a bound": ("bailing_hybrid", {}),
+    "decays without one": ("bailing_hybrid", {"kda_safe_gate": False, "norm_topk_prob": False}),
     "heads without norms": ("solar_open", {}),
     "pictures": ("glm4v_moe", {}),
     "pictures and sound": ("qwen3_omni_moe", {}),

@@ -8,6 +8,7 @@ import pytest
 
 from moecache.errors import StoreError
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.offloading import generated, load_in_slots, prompt, without_least_steps
 
 torch = pytest.importorskip("torch")
@@ -20,10 +21,13 @@ pytestmark = [
 TOKEN = torch.tensor([[3]])
 
 
-@pytest.fixture(name="model", params=["qwen3_5_moe", "qwen3_next", "nemotron_h", "lfm2_moe"])
+@pytest.fixture(
+    name="model", params=["qwen3_5_moe", "qwen3_next", "nemotron_h", "lfm2_moe", "kimi_linear"]
+)
 def _model(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Any]:
     """Return a model that decodes by a program, a quarter of its experts in slots."""
-    path = write_checkpoint(FAMILIES[request.param], tmp_path, "float32")
+    family = {**MORE_FAMILIES, **FAMILIES}[request.param]
+    path = write_checkpoint(family, tmp_path, "float32")
     model = load_in_slots(path, compute="fast")
     with model.moecache, torch.no_grad():
         yield without_least_steps(model)

@@ -30,6 +30,7 @@ from moecache.kernels._processor cimport level_in_use, run_items
 
 
 cdef extern from "<math.h>" nogil:
+    float expf(float x)
     float floorf(float x)
     float log1pf(float x)
 
@@ -179,6 +180,12 @@ cdef void _latents(
     heads.content, heads.out_width = layer.width, layer.value_width
     heads.given, heads.queries = w.queries, w.latents
     _run_heads(mc_latent_item, heads, num)
+    if layer.gates.is_there:
+        w.multiply(&layer.gates, w.normed, num, w.gates)
+        for i in range(num * layer.num_heads):
+            mc_scale(
+                w.mixed + i * layer.value_width, layer.value_width, 1.0 / (1.0 + expf(-w.gates[i]))
+            )
 
 
 cdef void _turn(Context c, const Layer *layer, int64_t row, float *head) noexcept nogil:

@@ -68,6 +68,13 @@ cdef struct Layer:
     # value say how states decay and change, and whose query's norm is its result's.
     bint is_linear
     bint is_tiled
+    # With a decay for each number of a key: products that are made one behind the other.
+    bint is_wide
+    float bound
+    Linear decay_low
+    Linear decay
+    Linear share
+    Linear gate_low
     int64_t num_keys
     int64_t kernel
     int64_t channels
@@ -130,6 +137,11 @@ cdef class Bound:
     cdef const float *_floats(self, given, int64_t num) except? NULL
     cdef int _bind_attention(self, Layer *layer, a) except -1
     cdef int _bind_linear_attention(self, Layer *layer, a) except -1
+    cdef int _bind_delta(self, Layer *layer, a) except -1
+    cdef int _bind_chain(
+        self, Linear *low, Linear *linear, given, int64_t rows
+    ) except -1
+    cdef int _bind_head_norm(self, Layer *layer, a) except -1
     cdef int _bind_heads(self, Layer *layer, a) except -1
     cdef int _bind_convolution(self, Layer *layer, a, int64_t channels) except -1
     cdef int _bind_space(self, Layer *layer, a) except -1

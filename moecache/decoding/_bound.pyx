@@ -23,6 +23,7 @@ from moecache.kernels._experts cimport Experts
 from moecache.kernels._matrix cimport Matrix
 
 from moecache.decoding.recipe import (
+    DeltaAttention,
     LatentAttention,
     LinearAttention,
     ShortConvolution,
@@ -152,6 +153,8 @@ cdef class Bound:
             self._bind_latents(layer, a)
         elif isinstance(a, LinearAttention):
             self._bind_linear_attention(layer, a)
+        elif isinstance(a, DeltaAttention):
+            self._bind_delta(layer, a)
         elif isinstance(a, StateSpace):
             self._bind_space(layer, a)
         elif isinstance(a, ShortConvolution):
@@ -281,7 +284,38 @@ cdef class Bound:
             &layer.value, a.shares, hidden, layer.num_heads * (1 + (a.decays is None))
         )
         self._bind_linear(&layer.gates, a.gates, hidden, values)
-        self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
+        self._bind_linear(&layer.out, a.out, values, hidden)
+        layer.steps = self._floats(a.steps, layer.num_heads)
+        return self._bind_head_norm(layer, a)
+
+    cdef int _bind_delta(self, Layer *layer, a) except -1:
+        cdef int64_t hidden = self.hidden_size, keys, values
+        layer.is_wide, layer.bound = True, a.bound or 0.0
+        self._bind_heads(layer, a)
+        keys, values = layer.num_heads * layer.width, layer.num_heads * layer.value_width
+        self._bind_linear(&layer.query, a.query, hidden, keys)
+        self._bind_linear(&layer.key, a.key, hidden, keys)
+        self._bind_linear(&layer.value, a.value, hidden, values)
+        self._bind_chain(&layer.decay_low, &layer.decay, a.decays, keys)
+        self._bind_linear(&layer.share, a.shares, hidden, layer.num_heads)
+        self._bind_chain(&layer.gate_low, &layer.gates, a.gates, values)
+        self._bind_linear(&layer.out, a.out, values, hidden)
+        layer.steps = self._floats(a.steps, keys)
+        return self._bind_head_norm(layer, a)
+
+    cdef int _bind_chain(
+        self, Linear *low, Linear *linear, given, int64_t rows
+    ) except -1:
+        """Bind a product, or two, the second of what the first makes."""
+        cdef int64_t columns = self.hidden_size
+        if not 1 <= len(given) <= 2:
+            raise ConfigError(f"{len(given)} products are neither one nor two")
+        if len(given) == 2:
+            self._bind_linear(low, given[0], columns)
+            columns = low.matrix.rows
+        return self._bind_linear(linear, given[len(given) - 1], columns, rows)
+
+    cdef int _bind_head_norm(self, Layer *layer, a) except -1:
         self._bind_norm(&layer.query_norm, a.norm, layer.value_width)
         if layer.query_norm.width != layer.value_width or layer.query_norm.bias != NULL:
             raise ConfigError(f"a norm of {a.norm.weight.size} is none of {a.value_width}")
@@ -300,7 +334,6 @@ cdef class Bound:
                 f"{a.num_heads} heads of {a.value_width} do not share {a.num_keys} of {a.width}"
             )
         layer.rates = self._floats(a.rates, layer.num_heads)
-        layer.steps = self._floats(a.steps, layer.num_heads)
         return self._bind_convolution(
             layer, a, 2 * layer.num_keys * layer.width + layer.num_heads * layer.value_width
         )
@@ -334,6 +367,7 @@ cdef class Bound:
             )
         layer.query_norm.width = values // layer.num_norms
         layer.conv_bias = self._floats(a.conv_bias, layer.channels)
+        layer.steps = self._floats(a.steps, layer.num_heads)
         layer.skips = self._floats(a.skips, layer.num_heads)
         return 0
 
@@ -370,7 +404,7 @@ cdef class Bound:
         return 0
 
     cdef int _bind_latents(self, Layer *layer, a) except -1:
-        cdef int64_t hidden = self.hidden_size, more = a.rotation.width, rank = a.norm.weight.size
+        cdef int64_t hidden = self.hidden_size, more = a.shared_width, rank = a.norm.weight.size
         cdef cnp.ndarray expand = a.expand
         layer.is_latent, layer.num_kv_heads, layer.num_heads = True, 1, a.num_heads
         layer.width, layer.value_width = a.width, a.value_width
@@ -391,6 +425,7 @@ cdef class Bound:
             a.num_heads * (a.width + more)
         )
         self._bind_linear(&layer.key, a.compressed, hidden, rank + more)
+        self._bind_linear(&layer.gates, a.gates, hidden, a.num_heads)
         self._bind_linear(&layer.out, a.out, a.num_heads * a.value_width, hidden)
         self._bind_norm(&layer.key_norm, a.norm, rank)
         self._bind_temperature(layer, a.temperature)

@@ -1,5 +1,6 @@
 /* A layer whose heads have states instead of keys and values: a convolution over the last rows, then the gated delta
- * rule (Yang et al., Gated Delta Networks, 2024), or Mamba 2's scan (Dao and Gu, Transformers are SSMs, 2024).
+ * rule (Yang et al., Gated Delta Networks, 2024), with a decay for each number of a key (Kimi Team, Kimi Linear, 2025),
+ * or Mamba 2's scan (Dao and Gu, Transformers are SSMs, 2024).
  *
  * A row's bits depend on it and on the rows of its sequence before it, however they were cut into calls. */
 #ifndef MOECACHE_LINEAR_H
@@ -30,6 +31,9 @@ typedef struct {
     int64_t width, value_width;
     int is_tiled; /* whether a key's heads of values are `num_keys` apart, and not neighbours */
     int is_scan;
+    int is_wide; /* whether each number of a key decays by its own: `decays` and `steps` are as wide as keys */
+    float bound; /* of the logarithm of such a decay, if it is not 0 */
+    int has_sigmoids; /* whether gates are sigmoids; else silus */
     int64_t kernel, channels;
     const float *conv, *conv_bias;           /* [kernel, channels], and [channels] or NULL */
     int has_activation;                      /* whether the convolution's silu goes on */
@@ -153,8 +157,32 @@ static inline void mc_gate_head(const mc_linear *l, int64_t row, int64_t head, f
     if (!l->is_scan)
         mc_norm(given, l->norm, l->norm_type, width, l->epsilon, given);
     memcpy(gate, l->gates + row * l->gate_step + head * width, (size_t)width * sizeof *gate);
-    l->level->activate(gate, given, (width + 15) & ~15, &silu);
-    memcpy(l->out + (row * l->num_heads + head) * width, gate, (size_t)width * sizeof *gate);
+    if (l->has_sigmoids)
+        l->level->gate(given, gate, (width + 15) & ~15);
+    else
+        l->level->activate(gate, given, (width + 15) & ~15, &silu);
+    memcpy(l->out + (row * l->num_heads + head) * width, l->has_sigmoids ? given : gate, (size_t)width * sizeof *gate);
+}
+
+typedef float mc_head_numbers[MC_ROWS_TOGETHER][MC_MOST_HEAD];
+
+/* What rows [begin, end) of a stretch have each number of a head's key decay by, and the keys times that. */
+static inline void mc_fade_rows(
+    const mc_linear *l, const mc_stretch *s, int64_t head, int64_t begin, int64_t end, const float *keys,
+    mc_head_numbers decays, mc_head_numbers faded)
+{
+    int64_t width = l->width, at = head * width;
+    for (int64_t t = begin; t < end; t++) {
+        const float *given = l->decays + (s->first + t) * l->num_heads * width + at;
+        const float *key = keys + (t - begin) * MC_MOST_HEAD;
+        float *own = decays[t - begin];
+        for (int64_t i = 0; i < width; i++)
+            own[i] = given[i] + l->steps[at + i];
+        memset(own + width, 0, (size_t)(-width & 15) * sizeof *own);
+        l->level->fade(own, (width + 15) & ~15, l->rates[head], l->bound);
+        for (int64_t i = 0; i < width; i++)
+            faded[t - begin][i] = key[i] * own[i];
+    }
 }
 
 /* Rows [begin, end) of a stretch go through a head. */
@@ -162,19 +190,24 @@ static inline void mc_head_rows(
     const mc_linear *l, const mc_stretch *s, int64_t head, int64_t begin, int64_t end, const float *queries,
     const float *keys, int64_t key_step)
 {
-    float results[MC_ROWS_TOGETHER][MC_MOST_HEAD];
+    mc_head_numbers results, own, faded;
     float decays[MC_ROWS_TOGETHER], shares[MC_ROWS_TOGETHER];
     int64_t state = head * l->width * l->value_width, at = l->values_at + head * l->value_width;
     const float *values = l->mixed + (s->first + begin) * l->mixed_step + at;
     for (int64_t t = begin; t < end; t++) {
         int64_t share = (s->first + t) * l->share_step + head;
-        float step = mc_softplus((l->is_scan ? l->shares : l->decays)[share] + l->steps[head]);
-        decays[t - begin] = expf(l->rates[head] * step);
+        float step = 0;
+        if (!l->is_wide) {
+            step = mc_softplus((l->is_scan ? l->shares : l->decays)[share] + l->steps[head]);
+            decays[t - begin] = expf(l->rates[head] * step);
+        }
         shares[t - begin] = l->is_scan ? step : 1.0f / (1.0f + expf(-l->shares[share]));
         memcpy(results[t - begin], values + (t - begin) * l->mixed_step, (size_t)l->value_width * sizeof *values);
         /* Activations come in multiples of 16. */
         memset(results[t - begin] + l->value_width, 0, (size_t)(-l->value_width & 15) * sizeof *values);
     }
+    if (l->is_wide)
+        mc_fade_rows(l, s, head, begin, end, keys, own, faded);
     mc_delta d = {
         .state = (begin ? s->next_states : s->states) + state,
         .next = s->next_states + state,
@@ -186,7 +219,8 @@ static inline void mc_head_rows(
         .values = results[0],
         .key_step = key_step,
         .value_step = MC_MOST_HEAD,
-        .decays = decays,
+        .decays = l->is_wide ? own[0] : decays,
+        .faded = l->is_wide ? faded[0] : NULL,
         .shares = shares,
         .out = results[0],
     };
@@ -217,7 +251,7 @@ static inline void mc_delta_item(void *job, int64_t item)
     const mc_linear *l = job;
     const mc_stretch *s = &l->stretches[item / l->num_keys];
     int64_t key = item % l->num_keys, each = l->num_heads / l->num_keys, end;
-    float queries[MC_ROWS_TOGETHER][MC_MOST_HEAD], keys[MC_ROWS_TOGETHER][MC_MOST_HEAD];
+    mc_head_numbers queries, keys;
     for (int64_t begin = 0; begin < s->num; begin = end) {
         end = mc_rows_end(s, begin);
         for (int64_t t = begin; t < end; t++) {

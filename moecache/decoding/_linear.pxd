@@ -32,6 +32,9 @@ cdef extern from "_linear.h" nogil:
         int64_t value_width
         int is_tiled
         int is_scan
+        int is_wide
+        float bound
+        int has_sigmoids
         int64_t kernel
         int64_t channels
         const float *conv

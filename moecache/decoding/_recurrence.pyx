@@ -3,7 +3,7 @@
 from libc.stdint cimport int64_t
 from libc.string cimport memcpy, memmove, memset
 
-from moecache.decoding._bound cimport Layer, Norm
+from moecache.decoding._bound cimport Layer, Linear, Norm
 from moecache.decoding._context cimport Context
 from moecache.decoding._linear cimport (
     mc_convolve_item,
@@ -26,6 +26,8 @@ cdef void recur(Workspace w, Context c, int64_t at) noexcept nogil:
         _short(w, c, layer, &job)
     elif layer.is_scan:
         _space(w, c, layer, &job)
+    elif layer.is_wide:
+        _delta(w, c, layer, &job)
     else:
         _linear(w, c, layer, &job)
 
@@ -39,6 +41,7 @@ cdef mc_linear _convolution(Workspace w, Context c, int64_t at) noexcept nogil:
     job.num_keys, job.num_heads = layer.num_keys, layer.num_heads
     job.width, job.value_width = layer.width, layer.value_width
     job.is_tiled, job.is_scan = layer.is_tiled, layer.is_scan
+    job.is_wide, job.bound = layer.is_wide, layer.bound
     job.kernel, job.channels = layer.kernel, layer.channels
     job.conv, job.conv_bias = layer.conv, layer.conv_bias
     job.has_activation = not layer.is_short
@@ -58,24 +61,71 @@ cdef void _linear(
     Workspace w, Context c, const Layer *layer, mc_linear *job
 ) noexcept nogil:
     """Write what linear attention makes of the rows to `mixed`."""
-    cdef int64_t num = w.num_rows, values = layer.num_heads * layer.value_width
+    cdef int64_t num = w.num_rows
     w.multiply(&layer.query, w.normed, num, w.queries)
     if layer.gates.is_there:
         w.multiply(&layer.gates, w.normed, num, w.gates, &layer.query)
     else:
         _part_mixed(w, layer)
         job.mixed = w.latents
-    job.mixed_step = layer.channels
     w.multiply(&layer.value, w.normed, num, w.values)
     if layer.key.is_there:
         w.multiply(&layer.key, w.normed, num, w.keys, &layer.value)
     else:
         _part_shares(w, layer)
+    job.decays, job.shares = w.keys, w.values
+    _run_delta(w, c, layer, job)
+
+
+cdef void _delta(
+    Workspace w, Context c, const Layer *layer, mc_linear *job
+) noexcept nogil:
+    """Write what linear attention with a decay for each number of a key makes to `mixed`."""
+    cdef int64_t num = w.num_rows
+    w.multiply(&layer.query, w.normed, num, w.queries)
+    w.multiply(&layer.key, w.normed, num, w.keys, &layer.query)
+    w.multiply(&layer.value, w.normed, num, w.values, &layer.key)
+    _join(w, layer)
+    w.multiply(&layer.share, w.normed, num, w.values, &layer.value)
+    _chain(w, &layer.gate_low, &layer.gates, w.gates)
+    _chain(w, &layer.decay_low, &layer.decay, w.keys)
+    job.mixed, job.has_sigmoids = w.latents, True
+    job.decays, job.shares = w.keys, w.values
+    _run_delta(w, c, layer, job)
+
+
+cdef void _chain(
+    Workspace w, const Linear *low, const Linear *linear, float *out
+) noexcept nogil:
+    """Write a product of the rows, or of what another one makes of them."""
+    if low.is_there:
+        w.multiply(low, w.normed, w.num_rows, w.wide)
+        w.multiply(linear, w.wide, w.num_rows, out)
+    else:
+        w.multiply(linear, w.normed, w.num_rows, out)
+
+
+cdef void _join(Workspace w, const Layer *layer) noexcept nogil:
+    """Write a row's queries, keys and values one behind the other."""
+    cdef int64_t row, keys = layer.query.matrix.rows, values = layer.value.matrix.rows
+    cdef float *to = w.latents
+    for row in range(w.num_rows):
+        memcpy(to, w.queries + row * keys, <size_t>keys * sizeof(float))
+        memcpy(to + keys, w.keys + row * keys, <size_t>keys * sizeof(float))
+        memcpy(to + 2 * keys, w.values + row * values, <size_t>values * sizeof(float))
+        to += layer.channels
+
+
+cdef void _run_delta(
+    Workspace w, Context c, const Layer *layer, mc_linear *job
+) noexcept nogil:
+    """Have rows go through the convolution, and through the heads' states."""
+    cdef int64_t num = w.num_rows, values = layer.num_heads * layer.value_width
+    job.mixed_step = layer.channels
     job.keys_at, job.values_at = layer.num_keys * layer.width, layer.channels - values
     job.norm, job.norm_type = layer.query_norm.weight, layer.query_norm.type
     job.epsilon = layer.query_norm.epsilon
-    job.gates, job.gate_step = w.gates, values
-    job.decays, job.shares, job.share_step = w.keys, w.values, layer.num_heads
+    job.gates, job.gate_step, job.share_step = w.gates, values, layer.num_heads
     _convolve(w, c, job)
     # A state is read twice for a row, and written.
     run_items(

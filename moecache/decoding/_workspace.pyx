@@ -75,9 +75,11 @@ cdef class Workspace:
                 value = max(value, layer.key.matrix.rows)
             mixed = max(mixed, layer.out.matrix.columns)
             wide = max(wide, layer.up.matrix.rows, layer.low.matrix.rows)
+            wide = max(wide, layer.decay_low.matrix.rows, layer.gate_low.matrix.rows)
             experts = max(experts, layer.choice.num_experts)
             inputs = max(inputs, layer.query.matrix.columns, layer.out.matrix.columns)
             inputs = max(inputs, layer.down.matrix.columns)
+            inputs = max(inputs, layer.decay.matrix.columns, layer.gates.matrix.columns)
             if layer.is_beside:
                 beside = self.hidden_size
             if layer.is_gated:
@@ -89,6 +91,7 @@ cdef class Workspace:
                 latents = max(latents, layer.channels)
             if layer.is_latent:
                 latents = max(latents, layer.num_heads * (layer.held + layer.value_held))
+                gates = max(gates, layer.gates.matrix.rows)
             if layer.latent_down.is_there:
                 has_latents = True
         self.queries, self.keys = self._floats(query), self._floats(key)

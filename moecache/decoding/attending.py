@@ -197,6 +197,65 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class DeltaAttention:
+    """The delta rule with a decay for each number of a key: Kimi Team, Kimi Linear, 2025.
+
+    A head has a state [width, value_width], as `LinearAttention` has it, whose rows decay by
+    exp(rate * softplus(decay + step)) or, if there is a bound, by
+    exp(bound * sigmoid(-rate * (decay + step))).
+
+    Parameters
+    ----------
+    query, key : Linear [num_heads * width, hidden_size]
+    value : Linear [num_heads * value_width, hidden_size]
+        Their results go through the convolution, one behind the other.
+    decays : tuple of Linear, to [num_heads * width]
+        One product, or one behind another.
+    shares : Linear [num_heads, hidden_size]
+    gates : tuple of Linear, to [num_heads * value_width]
+        Likewise; their sigmoid multiplies the norm of what heads give.
+    conv : ndarray of float32, shape [kernel, 2 * num_heads * width + num_heads * value_width]
+        Weights of the last tokens' rows, the oldest first; its silu goes on.
+    rates : ndarray of float32, shape [num_heads]
+    steps : ndarray of float32, shape [num_heads * width]
+    norm : Norm
+        Of what a head gives.
+    out : Linear [hidden_size, num_heads * value_width]
+    num_heads : int
+    width, value_width : int
+        At most 256.
+    bound : float, optional
+        Least logarithm of a decay.
+    """
+
+    query: Linear
+    key: Linear
+    value: Linear
+    decays: tuple[Linear, ...]
+    shares: Linear
+    gates: tuple[Linear, ...]
+    conv: np.ndarray
+    rates: np.ndarray
+    steps: np.ndarray
+    norm: Norm
+    out: Linear
+    num_heads: int
+    width: int
+    value_width: int
+    bound: float | None = None
+
+    @property
+    def num_keys(self) -> int:
+        """Heads of queries and keys: one for each of values."""
+        return self.num_heads
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of what is held of a text beside the rows that the convolution sees."""
+        return self.num_heads, self.width, self.value_width
+
+
+@dataclass(frozen=True)
 class StateSpace:
     """Mamba 2: Dao and Gu, Transformers are SSMs, 2024.
 
@@ -277,9 +336,9 @@ class LatentAttention:
 
     Parameters
     ----------
-    query : Linear [num_heads * (width + rotation.width), inputs]
+    query : Linear [num_heads * (width + shared_width), inputs]
         Of hidden states, or of what `low` makes of them.
-    compressed : Linear [rank + rotation.width, hidden_size]
+    compressed : Linear [rank + shared_width, hidden_size]
         A position's latent, and the part of its key that is turned, which all heads share.
     norm : Norm
         Of the latent.
@@ -295,6 +354,10 @@ class LatentAttention:
     low_norm : Norm, optional
     temperature : Temperature, optional
         Of queries, their turned part too.
+    still_width : int, default 0
+        Numbers of the second part if it is not turned: `rotation.width` is 0 then.
+    gates : Linear [num_heads, hidden_size], optional
+        Their sigmoid multiplies what each head gives.
     """
 
     query: Linear
@@ -310,12 +373,19 @@ class LatentAttention:
     low: Linear | None = None
     low_norm: Norm | None = None
     temperature: Temperature | None = None
+    still_width: int = 0
+    gates: Linear | None = None
+
+    @property
+    def shared_width(self) -> int:
+        """Numbers of a query's second part, whose keys all heads share."""
+        return self.still_width or self.rotation.width
 
     @property
     def held(self) -> tuple[int, int, int]:
         """Heads, and numbers of a key and of a value, that a position leaves behind."""
-        return 1, self.norm.weight.size, self.rotation.width
+        return 1, self.norm.weight.size, self.shared_width
 
 
-Stateful = LinearAttention | StateSpace | ShortConvolution
+Stateful = LinearAttention | DeltaAttention | StateSpace | ShortConvolution
 Attending = Attention | LatentAttention | Stateful

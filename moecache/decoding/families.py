@@ -210,6 +210,16 @@ FAMILIES = {
     ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(
         _SIGMOID, pairs="neighbours to halves", is_latent=True
     ),
+    ("kimi_linear", "KimiLinearAttention", "KimiLinearMoE"): replace(
+        _SIGMOID, is_latent=True, linear="self_attn"
+    ),
+    ("bailing_hybrid", "BailingHybridAttention", "BailingHybridMoE"): replace(
+        _SIGMOID,
+        pairs="neighbours to halves",
+        is_latent=True,
+        linear="self_attn",
+        gates="g_proj",
+    ),
     ("mistral4", "Mistral4Attention", "Mistral4MoE"): replace(
         _SIGMOID,
         scores="softmax",

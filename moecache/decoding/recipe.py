@@ -8,6 +8,7 @@ import numpy as np
 from moecache.decoding.attending import (
     Attending,
     Attention,
+    DeltaAttention,
     LatentAttention,
     Linear,
     LinearAttention,
@@ -23,6 +24,7 @@ __all__ = [
     "Attending",
     "Attention",
     "Beside",
+    "DeltaAttention",
     "FeedForward",
     "LatentAttention",
     "Layer",

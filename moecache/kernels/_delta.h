@@ -1,20 +1,23 @@
-/* Linear attention by the gated delta rule: included once for each level. Yang et al., Gated Delta Networks, 2024. */
+/* Linear attention by the gated delta rule: included once for each level. Yang et al., Gated Delta Networks, 2024; with
+ * a decay for each number of a key, Kimi Team, Kimi Linear, 2025. */
 
 /* Registers of columns of a state that go through its rows side by side. */
 #define COLUMNS (LANES == 16 ? 4 : 2)
 
 /* The rule for `registers` times LANES columns of a head's state, or for the `rest` of them, row after row. */
-INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, int64_t rest)
+INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, int64_t rest, int is_wide)
 {
     size_t size = (size_t)(rest ? rest : LANES) * 4;
     const float *from = d->state + column;
     float *to = d->next + column;
     for (int64_t row = 0; row < d->num; row++, from = to) {
         const float *key = d->keys + row * d->key_step, *query = d->queries + row * d->key_step;
-        vf decay = LEVEL(all)(d->decays[row]), share = LEVEL(all)(d->shares[row]);
+        const float *decays = d->decays + row * (is_wide ? d->key_step : 1);
+        const float *seen = is_wide ? d->faded + row * d->key_step : key;
+        vf decay = LEVEL(all)(decays[0]), share = LEVEL(all)(d->shares[row]);
         vf held[COLUMNS] = {{0}}, sums[COLUMNS] = {{0}}, change[COLUMNS] = {{0}};
         for (int64_t k = 0; k < d->width; k++) {
-            vf own = LEVEL(all)(key[k]);
+            vf own = LEVEL(all)(seen[k]);
             _Pragma("GCC unroll 4") for (int i = 0; i < registers; i++) {
                 memcpy(&held[i], from + k * d->value_width + i * LANES, size);
                 sums[i] = LEVEL(fma)(held[i], own, sums[i]);
@@ -23,11 +26,13 @@ INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, i
         /* What is held for the key, once it has decayed, goes a part of the way to the value. */
         for (int i = 0; i < registers; i++) {
             memcpy(&change[i], d->values + row * d->value_step + column + i * LANES, size);
-            change[i] = (change[i] - sums[i] * decay) * share;
+            change[i] = (change[i] - (is_wide ? sums[i] : sums[i] * decay)) * share;
             sums[i] = (vf){0};
         }
         for (int64_t k = 0; k < d->width; k++) {
             vf own = LEVEL(all)(key[k]), asked = LEVEL(all)(query[k]);
+            if (is_wide)
+                decay = LEVEL(all)(decays[k]);
             _Pragma("GCC unroll 4") for (int i = 0; i < registers; i++) {
                 memcpy(&held[i], from + k * d->value_width + i * LANES, size);
                 held[i] = LEVEL(fma)(change[i], own, held[i] * decay);
@@ -40,16 +45,58 @@ INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, i
     }
 }
 
+INLINE void LEVEL(delta_all)(const mc_delta *d, int is_wide)
+{
+    int64_t c = 0;
+    for (; c + COLUMNS * LANES <= d->value_width; c += COLUMNS * LANES)
+        LEVEL(delta_few)(d, c, COLUMNS, 0, is_wide);
+    for (; c + LANES <= d->value_width; c += LANES)
+        LEVEL(delta_few)(d, c, 1, 0, is_wide);
+    if (c < d->value_width)
+        LEVEL(delta_few)(d, c, 1, d->value_width - c, is_wide);
+}
+
 /* Rows' queries of a state that each row's key and value change first. A row's bits depend on it and on those before
  * it alone. `out` may be `values`. */
 static void LEVEL(delta)(const mc_delta *d)
 {
-    int64_t c = 0;
-    for (; c + COLUMNS * LANES <= d->value_width; c += COLUMNS * LANES)
-        LEVEL(delta_few)(d, c, COLUMNS, 0);
-    for (; c + LANES <= d->value_width; c += LANES)
-        LEVEL(delta_few)(d, c, 1, 0);
-    if (c < d->value_width)
-        LEVEL(delta_few)(d, c, 1, d->value_width - c);
+    if (d->faded)
+        LEVEL(delta_all)(d, 1);
+    else
+        LEVEL(delta_all)(d, 0);
+}
+
+/* log(x) of finite x >= 1, within 2 units of the last place, and the same on every level: nothing is fused here.
+ * Polynomial of degree 8 of what lies between sqrt(1/2) and sqrt(2) (Moshier's Cephes). */
+INLINE vf LEVEL(log)(vf x)
+{
+    static const float terms[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                                  -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
+    vi power = ((vi)x - 0x3f3504f3) >> 23;
+    vf rest = (vf)((vi)x - (power << 23)) - 1.0f, twos = __builtin_convertvector(power, vf);
+    vf value = LEVEL(all)(7.0376836292e-2f), square = rest * rest;
+    for (int i = 0; i < 8; i++)
+        value = value * rest + terms[i];
+    value = value * rest * square + twos * -2.12194440e-4f;
+    value = value + square * -0.5f;
+    return (rest + value) + twos * 0.693359375f;
+}
+
+/* x = exp(rate * softplus(x)), or, with a bound, exp(bound * sigmoid(-rate * x)); `num` is a multiple of 16. */
+static void LEVEL(fade)(float *x, int64_t num, float rate, float bound)
+{
+    for (int64_t i = 0; i < num; i += LANES) {
+        vf value;
+        memcpy(&value, x + i, sizeof value);
+        if (bound != 0)
+            value = bound / (1.0f + LEVEL(exp)(value * rate));
+        else {
+            vi is_large = value > 20.0f;
+            vf soft = LEVEL(log)(1.0f + LEVEL(exp)((vf)(~is_large & (vi)value)));
+            value = (vf)((is_large & (vi)value) | (~is_large & (vi)soft)) * rate;
+        }
+        value = LEVEL(exp)(value);
+        memcpy(x + i, &value, sizeof value);
+    }
 }
 #undef COLUMNS

@@ -13,6 +13,9 @@ typedef struct {
     const float *queries, *keys, *values;
     int64_t key_step, value_step; /* numbers from a row to the next */
     const float *decays, *shares; /* [num]: what multiplies the state; how far it goes to a value */
+    /* If each number of a key decays by its own: `decays` are [num, width], keys times theirs these, both as far apart
+     * as keys are. */
+    const float *faded;
     float *out;
 } mc_delta;
 

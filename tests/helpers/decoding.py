@@ -8,9 +8,11 @@ import numpy as np
 
 from moecache import kernels
 from moecache.decoding._held import KeyValues, States
+from moecache.decoding.attending import Stateful
 from moecache.decoding.recipe import (
     Attending,
     Attention,
+    DeltaAttention,
     FeedForward,
     LatentAttention,
     Layer,
@@ -103,6 +105,36 @@ def recurrent(
     )
 
 
+def delta(*, bound: float | None = None, kernel: int = 3) -> DeltaAttention:
+    """Return linear attention of 4 heads, of states [9, 21], whose rows have decays of their own.
+
+    With a bound decays and gates are one product, and two without.
+    """
+    keys, values = HEADS * 9, HEADS * 21
+
+    def chain(rows: int) -> tuple[Linear, ...]:
+        return (linear(rows, HIDDEN),) if bound else (linear(5, HIDDEN), linear(rows, 5))
+
+    return DeltaAttention(
+        query=linear(keys, HIDDEN),
+        key=linear(keys, HIDDEN, bias=True),
+        value=linear(values, HIDDEN),
+        decays=chain(keys),
+        shares=linear(HEADS, HIDDEN),
+        gates=chain(values),
+        conv=drawn(kernel, 2 * keys + values) * 9,
+        rates=-np.exp(drawn(HEADS)),
+        # Softplus is another formula above 20.
+        steps=np.where(np.arange(keys) % 7, drawn(keys), 21 + drawn(keys)),
+        norm=norm(21),
+        out=linear(HIDDEN, values),
+        num_heads=HEADS,
+        width=9,
+        value_width=21,
+        bound=bound,
+    )
+
+
 def space(*, num_norms: int = 1, kernel: int = 3, bias: bool = True) -> StateSpace:
     """Return a state space of 4 heads over 2, of states [21, 9]."""
     values, channels = HEADS * 21, HEADS * 21 + 2 * 2 * 9
@@ -143,6 +175,8 @@ KINDS = {
     "latent": latent(),
     "latent temperature": replace(latent(), temperature=Temperature(2.0, 0.7, is_own=True)),
     "three latent heads": latent(3),
+    "still latent": replace(latent(), rotation=Rotation(0), still_width=ROTARY),
+    "gated latent": replace(latent(), gates=linear(HEADS, HIDDEN)),
     "gates": grouped(
         query=linear(2 * HEADS * 10, HIDDEN),
         value=linear(20, HIDDEN),
@@ -159,6 +193,8 @@ KINDS = {
     "linear": recurrent(),
     "linear tiled": recurrent(is_tiled=True, kernel=1),
     "linear joined": recurrent(is_joined=True),
+    "delta": delta(),
+    "delta bounded": delta(bound=-2.0, kernel=1),
     "space": space(),
     "space in parts": space(num_norms=2, kernel=1, bias=False),
     "short": short(),
@@ -189,7 +225,7 @@ def normed(made: Norm, x: np.ndarray) -> np.ndarray:
 def turned(rotation: Rotation, x: np.ndarray, position: int) -> np.ndarray:
     """Return heads [num, width] whose first numbers are turned."""
     half = rotation.width // 2
-    cos, sin = np.cos(angles(position)), np.sin(angles(position))
+    cos, sin = np.cos(angles(position))[:half], np.sin(angles(position))[:half]
     rest = x[:, rotation.width :]
     if rotation.pairs == "halves":
         a, b = x[:, :half], x[:, half : 2 * half]
@@ -264,6 +300,34 @@ class Oracle:
             out.append(normed(a.norm, q[key] @ state / math.sqrt(a.width)))
         return times(a.out, np.concatenate(out) * gates * sigmoid(gates))
 
+    def channel_decays(self, number: int, a: DeltaAttention, x: np.ndarray) -> np.ndarray:
+        """Return a layer's linear attention, whose keys' numbers have decays of their own."""
+
+        def chain(products: tuple[Linear, ...]) -> np.ndarray:
+            found = x
+            for one in products:
+                found = times(one, found)
+            return found
+
+        mixed = np.concatenate([times(one, x) for one in (a.query, a.key, a.value)])
+        mixed = self.convolved(number, mixed, a.conv, None)
+        mixed = mixed * sigmoid(mixed)
+        parts = np.split(mixed, [a.num_heads * a.width, 2 * a.num_heads * a.width])
+        q, k, v = (part.reshape(a.num_heads, -1) for part in parts)
+        q, k = (part / np.sqrt((part**2).sum(1, keepdims=True) + 1e-6) for part in (q, k))
+        rates, decays = a.rates[:, None], (chain(a.decays) + a.steps).reshape(a.num_heads, -1)
+        powers = rates * np.log1p(np.exp(decays))
+        if a.bound is not None:
+            powers = a.bound * sigmoid(-rates * decays)
+        shares, out = sigmoid(times(a.shares, x)), []
+        for head in range(a.num_heads):
+            state = self.states.get((number, head), np.zeros((a.width, a.value_width)))
+            state = state * np.exp(powers[head])[:, None]
+            state = state + np.outer(k[head], (v[head] - k[head] @ state) * shares[head])
+            self.states[number, head] = state
+            out.append(normed(a.norm, q[head] @ state / math.sqrt(a.width)))
+        return times(a.out, np.concatenate(out) * sigmoid(chain(a.gates)))
+
     def convolved(
         self, number: int, row: np.ndarray, conv: np.ndarray, bias: np.ndarray | None
     ) -> np.ndarray:
@@ -303,6 +367,8 @@ class Oracle:
         past = self.held[number]
         if isinstance(a, LinearAttention):
             return self.recurrence(number, x)
+        if isinstance(a, DeltaAttention):
+            return self.channel_decays(number, a, x)
         if isinstance(a, StateSpace):
             return self.state_space(number, a, x)
         if isinstance(a, ShortConvolution):
@@ -322,6 +388,10 @@ class Oracle:
                 if a.temperature is not None:
                     whole = whole * heated(a.temperature, position)
                 out.append(attended(keys @ whole * a.scale, expanded[:, a.width :]))
+            if a.gates is not None:
+                out = [
+                    one * gate for one, gate in zip(out, sigmoid(times(a.gates, x)), strict=True)
+                ]
             return times(a.out, np.concatenate(out))
         q, k, v = times(a.query, x), times(a.key, x), times(a.value, x)
         if a.is_gated:
@@ -391,15 +461,10 @@ def recipe_of(kind: str) -> Recipe:
 
 def states_of(a: Attending, batch: int, dtype: str = "f32") -> States:
     """Return what is held of no tokens, channel by channel, written over in place."""
-    assert isinstance(a, LinearAttention | StateSpace | ShortConvolution)
+    assert isinstance(a, Stateful)
     rows, channels = len(a.conv) - 1, a.conv.shape[1]
     seen = np.zeros((batch, channels, rows), np.float32 if dtype == "f32" else np.uint16)
-    shape = (1, 0, HIDDEN)
-    if isinstance(a, LinearAttention):
-        shape = a.num_heads, a.width, a.value_width
-    elif isinstance(a, StateSpace):
-        shape = a.num_heads, a.value_width, a.width
-    states = np.zeros((batch, *shape), np.float32)
+    states = np.zeros((batch, *a.state), np.float32)
     size = seen.itemsize
     places, steps = (seen.ctypes.data,) * 2, (size * channels * rows, size, size * rows)
     return States(
@@ -424,7 +489,7 @@ def pages_of(recipe: Recipe, batch: int, capacity: int) -> list[Any]:
         if a is None:
             found.append(None)
             continue
-        if isinstance(a, LinearAttention | StateSpace | ShortConvolution):
+        if isinstance(a, Stateful):
             found.append(states_of(a, batch))
             continue
         heads, width, value_width = 1, RANK, ROTARY

@@ -10,7 +10,9 @@ from moecache.decoding.families import Family
 from moecache.decoding.recipe import (
     Attending,
     Attention,
+    DeltaAttention,
     LatentAttention,
+    Linear,
     LinearAttention,
     Norm,
     Rotation,
@@ -48,6 +50,8 @@ class AttentionReader:
         kind = type(stateful).__name__
         if kind.endswith("GatedDeltaNet"):
             return self._linear(stateful)
+        if kind.endswith("DeltaAttention"):
+            return self._delta(stateful)
         if kind.endswith(("MambaLayer", "Mamba2Mixer")):
             return self._space(stateful)
         if kind.endswith("ShortConv"):
@@ -125,6 +129,53 @@ class AttentionReader:
             value_width=module.head_v_dim,
         )
 
+    def _delta(self, module: Any) -> DeltaAttention:
+        weights, forget = self._weights, module.forget_gate
+        conv, bias = self._convolution(module.conv1d)
+        if bias is not None or module.activation != "silu":
+            raise UnknownFamilyError("its convolution has a bias, or another activation")
+        weights.uses(forget)
+        for name in ("A_log", "dt_bias"):
+            weights.watched(forget, name)
+        query, key, value, shares, out = (
+            weights.linear(module, f"{name}_proj") for name in "qkvbo"
+        )
+        return DeltaAttention(
+            query,
+            key,
+            value,
+            self._chain(forget, "f"),
+            shares,
+            self._chain(module, "g"),
+            conv,
+            -np.exp(weights.floats(forget, "A_log").reshape(-1)),
+            weights.floats(forget, "dt_bias"),
+            weights.norm(module.o_norm),
+            out,
+            num_heads=module.num_heads,
+            width=module.head_dim,
+            value_width=module.head_dim,
+            bound=self._bound(forget),
+        )
+
+    def _chain(self, module: Any, name: str) -> tuple[Linear, ...]:
+        """Return a product, or two, the second of what the first makes."""
+        names = (
+            [f"{name}_proj"]
+            if hasattr(module, f"{name}_proj")
+            else [f"{name}_{part}_proj" for part in "ab"]
+        )
+        return tuple(self._weights.linear(module, name) for name in names)
+
+    def _bound(self, forget: Any) -> float | None:
+        """Return the least logarithm of a decay, if there is one."""
+        if not (hasattr(forget, "safe_gate") and self._weights.number(forget, "safe_gate")):
+            return None
+        bound = float(self._weights.number(forget, "lower_bound"))
+        if not bound < 0:
+            raise UnknownFamilyError(f"its decays have a bound of {bound}")
+        return bound
+
     def _convolution(self, module: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """Return a convolution's weights, the oldest row's first, and its biases."""
         weights = self._weights
@@ -180,8 +231,10 @@ class AttentionReader:
 
     def _own_temperature(self, module: Any) -> Temperature | None:
         """Return that of latent attention, which the rotation's parameters say."""
+        if not self._family.is_scaled:
+            return None
         said = module.config.rope_parameters
-        beta = said.get("llama_4_scaling_beta") if self._family.is_scaled else None
+        beta = said.get("llama_4_scaling_beta")
         if beta is None:
             return None
         length = said["original_max_position_embeddings"]
@@ -203,15 +256,16 @@ class AttentionReader:
         return self._turns.of(_kind(config, index))
 
     def _latents(self, index: int, module: Any) -> LatentAttention:
-        weights, config = self._weights, module.config
+        weights, family, config = self._weights, self._family, module.config
         if _window(config, index) is not None:
             raise UnknownFamilyError("its latent attention has a window")
-        has_low = module.q_lora_rank is not None
+        has_low = getattr(module, "q_lora_rank", None) is not None
         weights.uses(module.kv_b_proj)
         if not weights.is_plain(module.kv_b_proj):
             raise NoRecipeError('its kv_b_proj stays quantized: trunk="bf16" has a recipe')
         expand = weights.values(module.kv_b_proj, "weight")
-        heads, pairs = config.num_attention_heads, self._family.pairs
+        heads, pairs = config.num_attention_heads, family.pairs
+        is_still = self._turns.width == 0
         if hasattr(config, "rope_interleave"):
             pairs = "neighbours to halves" if config.rope_interleave else "halves"
         return LatentAttention(
@@ -224,7 +278,9 @@ class AttentionReader:
             width=module.qk_nope_head_dim,
             value_width=module.v_head_dim,
             scale=weights.number(module, "scaling"),
-            rotation=Rotation(module.qk_rope_head_dim, pairs),
+            rotation=Rotation(0 if is_still else module.qk_rope_head_dim, pairs),
+            still_width=module.qk_rope_head_dim if is_still else 0,
+            gates=None if family.gates is None else weights.linear(module, family.gates),
             low=weights.linear(module, "q_a_proj") if has_low else None,
             low_norm=weights.norm(module.q_a_layernorm) if has_low else None,
             temperature=self._own_temperature(module),

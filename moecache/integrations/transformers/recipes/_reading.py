@@ -33,7 +33,7 @@ _NORMS, _ROTARY = ("norm", "norm_f", "embedding_norm"), ("rotary_emb", "pos_emb"
 _ATTENDING = sorted(
     {name for row in FAMILIES.values() for name in (row.attention, row.linear) if name}
 )
-_STATEFUL = ("GatedDeltaNet", "MambaLayer", "Mamba2Mixer", "ShortConv")
+_STATEFUL = ("GatedDeltaNet", "DeltaAttention", "MambaLayer", "Mamba2Mixer", "ShortConv")
 _MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 

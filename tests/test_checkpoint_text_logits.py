@@ -31,7 +31,7 @@ NAMES = (
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
     *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
-    "mistral4",
+    *("mistral4", "bailing_hybrid", "kimi_linear"),
 )
 ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
@@ -143,6 +143,8 @@ def assert_near(path: Path, model: Any) -> None:
         ),
         ("mistral4", {"rope_parameters": SHARP | {"llama_4_scaling_beta": 0.5} | FEW}),
         ("phimoe", {"rope_parameters": LONG, "sliding_window": 12, "lm_head_bias": False}),
+        ("bailing_hybrid", {"kda_safe_gate": False, "norm_topk_prob": False}),
+        ("kimi_linear", {"q_lora_rank": None, "attention_bias": True}),
     ],
     ids=str,
 )
@@ -254,6 +256,33 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
     path = write_checkpoint(family, tmp_path / "model", "float32")
     model = load_whole(family, path)
     change_config(path, lambda config: config.update(model_type="kimi_k2"))
+    assert_near(path, model)
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_kimi_linear_is_read_as_published(tmp_path: Path) -> None:
+    """Layers go by numbers from 1 on, and a dense one is none of experts."""
+    family = ALL["kimi_linear"]
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    model = load_whole(family, path)
+
+    def published(config: dict[str, Any]) -> None:
+        kinds = config.pop("layer_types")
+        linear = {"head_dim": config.pop("linear_head_dim"), "num_heads": 2}
+        linear["short_conv_kernel_size"] = config.pop("linear_conv_kernel_dim")
+        for key, kind in (("kda_layers", "linear"), ("full_attn_layers", "full")):
+            linear[key] = [i for i, one in enumerate(kinds, 1) if one == f"{kind}_attention"]
+        del config["mlp_layer_types"], config["linear_num_heads"]
+        config.update(linear_attn_config=linear, first_k_dense_replace=1, mla_use_nope=True)
+        config.update(moe_router_activation_func="sigmoid", moe_layer_freq=1, head_dim=72)
+
+    change_config(path, published)
+
+    def rename(tensors: dict[str, np.ndarray]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("0.block_sparse_moe.", "0.mlp.")] = tensors.pop(name)
+
+    rewritten(path, rename)
     assert_near(path, model)
 
 

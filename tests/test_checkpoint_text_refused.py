@@ -106,6 +106,17 @@ LONG = {
             "first_k_dense_replace is 2",
         ),
         ("mistral4", {"rope_interleave": False}, "rope_interleave is False"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope is False"),
+        ("kimi_linear", {"linear_attn_config": 3}, "linear_attn_config is 3"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [3]}},
+            "linear_attn_config is",
+        ),
+        ("kimi_linear", {"linear_attn_config": {"head_dim": "8"}}, "head_dim is '8'"),
+        ("kimi_linear", {"num_experts_per_token": None}, "num_experts_per_token is None"),
+        ("bailing_hybrid", {"kda_lower_bound": 5.0}, "kda_lower_bound is 5.0"),
+        ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora is False"),
         (
             "mistral4",
             {

@@ -299,7 +299,7 @@ FAMILIES = {
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
 _MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext", "gemma4text"}
-_MODEL_TYPES |= {"granitehybrid", "nemotronhmoe", "llama4text"}
+_MODEL_TYPES |= {"bailingmoe3", "granitehybrid", "nemotronhmoe", "llama4text"}
 _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
 # A score weights their experts' input, which kernels on a GPU do not know.
 _WITHOUT_KERNELS_ON_GPU = {"llama4", "llama4text"}

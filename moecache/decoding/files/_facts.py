@@ -44,7 +44,7 @@ class Heads(NamedTuple):
 class LinearSizes(NamedTuple):
     """Sizes of a layer that holds states, as `LinearAttention` and `StateSpace` have them.
 
-    A convolution alone is as one head without a state.
+    A wide one is a `DeltaAttention`. A convolution alone is as one head without a state.
     """
 
     num_keys: int
@@ -53,6 +53,7 @@ class LinearSizes(NamedTuple):
     value_width: int
     kernel: int
     is_space: bool = False
+    is_wide: bool = False
 
     @property
     def values(self) -> int:
@@ -131,7 +132,7 @@ class Facts:
         """Return heads, and numbers of a key and of a value, that a position leaves behind."""
         heads = self.heads(block)
         if self.rank is not None:
-            return 1, self.rank, heads.turned
+            return 1, self.rank, self.settings["qk_rope_head_dim"]
         return heads.num_kv_heads, heads.width, heads.value_width
 
     def scale(self, block: int) -> float:
@@ -327,8 +328,9 @@ class Facts:
         before = [self._heads_of(other).turned for other in self.ropes if other < kind]
         first = sum(before) // 2
         if self.rank is not None:
-            turned = said["qk_rope_head_dim"]
-            return Heads(1, said["qk_nope_head_dim"] + turned, said["v_head_dim"], turned, first)
+            content, more = said["qk_nope_head_dim"], said["qk_rope_head_dim"]
+            turned = 0 if rope is _STILL else more
+            return Heads(1, content + more, said["v_head_dim"], turned, first)
         num, width = said["num_key_value_heads"], said.get("head_dim")
         if kind == _FULL:
             num, width = said["num_global_key_value_heads"], said["global_head_dim"]
@@ -368,6 +370,10 @@ def _linear_sizes(said: Mapping[str, Any]) -> LinearSizes | None:
             keys, heads, width, value_width, kernel = (said[name] for name in names)
             is_space = not mark.startswith("linear")
             return LinearSizes(keys, heads, width, value_width, kernel, is_space)
+    if "linear_head_dim" in said:
+        heads, width = said["linear_num_heads"], said["linear_head_dim"]
+        kernel = said["linear_conv_kernel_dim"]
+        return LinearSizes(heads, heads, width, width, kernel, is_wide=True)
     if "conv_L_cache" in said:
         return LinearSizes(0, 1, 0, said["hidden_size"], said["conv_L_cache"])
     return None

@@ -200,7 +200,7 @@ class LayerReader:
 
     def _latents(self, block: int) -> LatentAttention:
         at, facts, trunk = f"blk.{block}", self._facts, self._trunk
-        heads = facts.heads(block)
+        heads, (_, _, more) = facts.heads(block), facts.held(block)
         has_low = facts.low_rank is not None
         return LatentAttention(
             trunk.linear(f"{at}.attn_q_b" if has_low else f"{at}.attn_q"),
@@ -209,11 +209,13 @@ class LayerReader:
             trunk.expansion(at, facts.num_heads),
             trunk.linear(f"{at}.attn_output"),
             num_heads=facts.num_heads,
-            width=heads.width - heads.turned,
+            width=heads.width - more,
             value_width=heads.value_width,
             scale=facts.scale(block),
             rotation=Rotation(heads.turned, self._pairs),
             low=trunk.linear(f"{at}.attn_q_a") if has_low else None,
             low_norm=trunk.norm(f"{at}.attn_q_a_norm.weight", LATENT_EPSILON) if has_low else None,
             temperature=facts.temperature(block),
+            still_width=more - heads.turned,
+            gates=trunk.linear(f"{at}.attn_gate") if facts.family.gates else None,
         )

@@ -1,10 +1,19 @@
 """Layers that hold states: their tensors, by GGUF's names, and their part of a recipe."""
 
+import numpy as np
+
 from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL
+from moecache.decoding.attending import Stateful
 from moecache.decoding.files._facts import Facts, LinearSizes, Shapes, Wanted
 from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.files.trunk import Trunk
-from moecache.decoding.recipe import LinearAttention, ShortConvolution, StateSpace
+from moecache.decoding.recipe import (
+    DeltaAttention,
+    Linear,
+    LinearAttention,
+    ShortConvolution,
+    StateSpace,
+)
 
 
 def stateful_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
@@ -25,16 +34,18 @@ def stateful_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
         )
     if is_short:
         return _short_tensors(facts, at)
+    if sizes.is_wide:
+        return _wide_tensors(facts, at, found)
     return _space_tensors(facts, at) if sizes.is_space else _delta_tensors(facts, at, found)
 
 
-def read_stateful(
-    facts: Facts, trunk: Trunk, at: str
-) -> LinearAttention | StateSpace | ShortConvolution:
+def read_stateful(facts: Facts, trunk: Trunk, at: str) -> Stateful:
     """Return the recipe of a layer that holds states."""
     sizes = _sizes(facts)
     if _is_short(sizes):
         return _short(trunk, at)
+    if sizes.is_wide:
+        return _wide(facts, trunk, at)
     return _space(facts, trunk, at) if sizes.is_space else _delta(facts, trunk, at)
 
 
@@ -65,6 +76,37 @@ def _delta_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     yield f"{at}.ssm_dt.bias", (heads,)
     yield f"{at}.ssm_norm.weight", (sizes.value_width,)
     yield f"{at}.ssm_out.weight", (hidden, sizes.values)
+
+
+def _wide_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
+    hidden, sizes, values = facts.hidden_size, _sizes(facts), _sizes(facts).values
+    for part in "qkv":
+        yield f"{at}.attn_{part}.weight", (values, hidden)
+        name = f"{at}.ssm_conv1d_{part}.weight"
+        yield name, _as_found(found, name, (values, sizes.kernel))
+    for names in (_chain_names(found, at, "f"), _chain_names(found, at, "g")):
+        # What is between two products is as wide as a head.
+        low = [(sizes.width, hidden)] if len(names) == 2 else []
+        shapes = [*low, (values, sizes.width if low else hidden)]
+        yield from ((f"{name}.weight", shape) for name, shape in zip(names, shapes, strict=True))
+    yield f"{at}.ssm_beta.weight", (sizes.num_heads, hidden)
+    yield f"{at}.ssm_a", _as_found(found, f"{at}.ssm_a", (sizes.num_heads,))
+    yield f"{at}.ssm_dt.bias", (values,)
+    yield f"{at}.ssm_norm.weight", (sizes.width,)
+    yield f"{at}.attn_output.weight", (hidden, values)
+
+
+def _chain_names(known: Trunk | Shapes, at: str, part: str) -> list[str]:
+    """Return the names of the products that make decays, or gates, one behind the other."""
+    names = [f"{at}.ssm_{part}_{one}" for one in "ab"]
+    found = [name for name in names if f"{name}.weight" in known]
+    return found or [f"{at}.attn_gate"]
+
+
+def _as_found(found: Shapes, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tensor's shape with those dimensions of 1 that a file has for it."""
+    own = tuple(found.get(name, shape))
+    return own if [n for n in own if n != 1] == [n for n in shape if n != 1] else shape
 
 
 def _space_tensors(facts: Facts, at: str) -> Wanted:
@@ -120,6 +162,35 @@ def _delta(facts: Facts, trunk: Trunk, at: str) -> LinearAttention:
         width=width,
         value_width=value_width,
         is_tiled=facts.known.is_tiled,
+    )
+
+
+def _wide(facts: Facts, trunk: Trunk, at: str) -> DeltaAttention:
+    sizes, said = _sizes(facts), facts.settings
+
+    def chain(part: str) -> tuple[Linear, ...]:
+        return tuple(trunk.linear(name) for name in _chain_names(trunk, at, part))
+
+    kernels = [trunk.flat(f"{at}.ssm_conv1d_{part}.weight") for part in "qkv"]
+    conv = np.concatenate(kernels).reshape(-1, sizes.kernel).T
+    query, key, value = (trunk.linear(f"{at}.attn_{part}") for part in "qkv")
+    return DeltaAttention(
+        query,
+        key,
+        value,
+        chain("f"),
+        trunk.linear(f"{at}.ssm_beta"),
+        chain("g"),
+        np.ascontiguousarray(conv),
+        # Ling's files have them positive.
+        -np.abs(trunk.flat(f"{at}.ssm_a")),
+        trunk.numbers(f"{at}.ssm_dt.bias"),
+        trunk.norm(f"{at}.ssm_norm.weight", facts.epsilon),
+        trunk.linear(f"{at}.attn_output"),
+        num_heads=sizes.num_heads,
+        width=sizes.width,
+        value_width=sizes.width,
+        bound=said["kda_lower_bound"] if said.get("kda_safe_gate") else None,
     )
 
 

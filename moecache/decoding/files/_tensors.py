@@ -180,11 +180,12 @@ def _attention(facts: Facts, block: int) -> Wanted:
 
 def _latents(facts: Facts, block: int, found: Shapes) -> Wanted:
     at, hidden, heads = f"blk.{block}", facts.hidden_size, facts.num_heads
-    rank, low, (_, width, value_width, turned, _) = facts.rank, facts.low_rank, facts.heads(block)
+    rank, low, (_, width, value_width, *_) = facts.rank, facts.low_rank, facts.heads(block)
+    _, _, more = facts.held(block)
     assert rank is not None
     if not 1 <= rank <= MOST_RANK:
         raise NoTextModelError(f"latents of {rank} numbers run with torch")
-    queries, content = heads * width, width - turned
+    queries, content = heads * width, width - more
     if low is None:
         yield f"{at}.attn_q.weight", (queries, hidden)
     else:
@@ -192,13 +193,15 @@ def _latents(facts: Facts, block: int, found: Shapes) -> Wanted:
         yield f"{at}.attn_q_a_norm.weight", (low,)
         yield f"{at}.attn_q_b.weight", (queries, low)
     name = f"{at}.attn_kv_a_mqa"
-    yield from _linear(name, rank + turned, hidden, has_bias=facts.is_biased)
+    yield from _linear(name, rank + more, hidden, has_bias=facts.is_biased)
     yield f"{at}.attn_kv_a_norm.weight", (rank,)
     if f"{at}.attn_k_b.weight" in found:
         yield f"{at}.attn_k_b.weight", (heads, rank, content)
         yield f"{at}.attn_v_b.weight", (heads, value_width, rank)
     else:
         yield f"{at}.attn_kv_b.weight", (heads * (content + value_width), rank)
+    if facts.family.gates:
+        yield f"{at}.attn_gate.weight", (heads, hidden)
     values = heads * value_width
     yield from _linear(f"{at}.attn_output", hidden, values, has_bias=facts.is_biased)
 

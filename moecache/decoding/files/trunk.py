@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _EXPANDING = re.compile(r"(blk\.\d+)\.attn_(?:k|v|kv)_b\.weight")
 # What is numbers even if it is stored quantized: few, or not multiplied by kernels of matrices.
 _NUMBERS = re.compile(
-    r"blk\.\d+\.(?:attn_kv_b|ssm_conv1d|ssm_norm|shortconv\.conv)\.weight|blk\.\d+\.ssm_[ad]"
+    r"blk\.\d+\.(?:attn_kv_b|ssm_conv1d(?:_[qkv])?|ssm_norm|shortconv\.conv)\.weight|blk\.\d+\.ssm_[ad]"
 )
 # Types whose values bfloat16 would not hold.
 _WIDE = ("F32", "F16")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from moecache.decoding.files.known import Known
 from moecache.decoding.gguf import (
+    _delta,
     _factored,
     _gemma4,
     _lfm2,
@@ -18,6 +19,7 @@ KNOWN: Mapping[str, Known] = {
     "afmoe": Known(
         _windows.AFMOE, head_norms="each", part_norms=("post_attention_norm", "post_ffw_norm")
     ),
+    "bailingmoe3": Known(_delta.BAILING3),
     "deepseek2": Known(_sigmoid.deepseek2),
     "dots1": Known(_sigmoid.DOTS1, head_norms="each"),
     "ernie4_5-moe": Known(_sigmoid.ERNIE4_5_MOE),
@@ -44,6 +46,7 @@ KNOWN: Mapping[str, Known] = {
     "granitemoe": Known(_softmax.granitemoe),
     "hunyuan-moe": Known(_softmax.HUNYUAN_MOE, head_norms="each"),
     "hy_v3": Known(_sigmoid.HY_V3, head_norms="each"),
+    "kimi-linear": Known(_delta.KIMI_LINEAR),
     "lfm2moe": Known(_lfm2.LFM2MOE, out_norm="token_embd_norm", head_norms="each"),
     "llama": Known(_softmax.MIXTRAL),
     "llama4": Known(_factored.LLAMA4, head_norms="plain"),

@@ -33,6 +33,7 @@ class Config:
     ----------
     kind : str
         Its `model_type`, of the text's part if there are several.
+    largest : int
 
     Notes
     -----
@@ -43,8 +44,15 @@ class Config:
         inner = values.get("text_config")
         self._outer = values
         self._values: Mapping[str, Any] = inner if isinstance(inner, dict) else values
-        self._largest = largest
+        self.largest = largest
         self.kind = str(self._values.get("model_type", ""))
+        self._names: Mapping[str, str] = {}
+
+    def renamed(self, names: Mapping[str, str]) -> "Config":
+        """Return the same, in which keys may go by other names, given by the usual ones."""
+        found = Config(self._outer, self.largest)
+        found._names = {usual: own for usual, own in names.items() if own in self._values}
+        return found
 
     def whole(self, name: str) -> Any:
         """Return a value of the model, which its part for text may say instead."""
@@ -53,7 +61,7 @@ class Config:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value as it is; one that is null is the default."""
-        found = self._values.get(name)
+        found = self._values.get(self._own(name))
         return default if found is None else found
 
     def size(self, name: str, default: Any = _MISSING, *, least: int = 0) -> Any:
@@ -273,14 +281,16 @@ class Config:
 
     def has(self, name: str) -> bool:
         """Return whether there is a key, null or not."""
-        return name in self._values
+        return self._own(name) in self._values
 
     def missing(self, name: str) -> NoTextModelError:
         """Return the error that a key is missing of which no default is known here."""
+        name = self._own(name)
         return NoTextModelError(f"{name} is not in config.json, and torch's to know")
 
     def unsupported(self, name: str) -> NoTextModelError:
         """Return the error that torch has to make out a value."""
+        name = self._own(name)
         text = repr(self._values.get(name))
         text = text if len(text) <= 80 else f"{text[:77]}..."
         return NoTextModelError(f"{name} is {text} in config.json, which is torch's to make out")
@@ -317,15 +327,19 @@ class Config:
         return found
 
     def _found(self, name: str, default: Any) -> Any:
-        if default is not None and self._values.get(name, default) is None:
+        if default is not None and self._values.get(self._own(name), default) is None:
             raise self.unsupported(name)  # null is not what a missing key is
         found = self.get(name, default)
         if found is _MISSING:
             raise self.missing(name)
         return found
 
+    def _own(self, name: str) -> str:
+        """Return what a key is called."""
+        return self._names.get(name, name)
+
     def _sized(self, name: str, value: Any, least: int) -> int:
-        if type(value) is int and least <= value <= self._largest:
+        if type(value) is int and least <= value <= self.largest:
             return value
         raise self.unsupported(name)
 

@@ -16,6 +16,7 @@ from moecache.stores._quantized import BESIDE
 _LAYER = re.compile(r"(.*?)layers\.(\d{1,9})\.(.*)")
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.(weight|bias)")
 _OUT_NORMS = ("norm", "embedding_norm", "norm_f")
+_EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embeddings.weight")
 # Of families with norms before and behind both parts.
 _PART_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -25,7 +26,6 @@ _PART_NORMS = {
 # Modules of a layer, and parameters that are no module's weight or bias.
 _MODULES = {
     "input_layernorm": "attn_norm",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
     "self_attn.o_proj": "attn_output",
     **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
     **{
@@ -42,9 +42,6 @@ _MODULES = {
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
@@ -53,6 +50,24 @@ _MODULES = {
     "shared_mlp.input_linear": "ffn_gate_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
     "self_attn.gate_proj": "attn_gate",
+    # Kimi's delta attention; Ling's has other names for it, and one for gates of any layer.
+    **{
+        f"{at}.{own}": name
+        for at in ("self_attn", "attention")
+        for own, name in {
+            **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
+            **{f"{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+            **{f"{part}_{one}_proj": f"ssm_{part}_{one}" for part in "fg" for one in "ab"},
+            "f_proj": "ssm_f_a",
+            "g_proj": "attn_gate",
+            "b_proj": "ssm_beta",
+            "o_norm": "ssm_norm",
+            "dense": "attn_output",
+            "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "kv_a_layernorm": "attn_kv_a_norm",
+            "kv_b_proj": "attn_kv_b",
+        }.items()
+    },
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "linear_attn.in_proj_qkvz": "ssm_in",
@@ -64,12 +79,17 @@ _MODULES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    # Older releases of transformers write dense layers of Kimi Linear as those of experts.
+    **{
+        f"{block}.{part}_proj": f"ffn_{part}"
+        for block in ("mlp", "block_sparse_moe")
+        for part in ("gate", "up", "down")
+    },
     **{
         f"{shared}.{part}_proj": f"ffn_{part}_shexp"
         for shared in (
             *("mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp"),
-            "feed_forward.shared_expert",
+            *("feed_forward.shared_expert", "block_sparse_moe.shared_experts"),
         )
         for part in ("gate", "up", "down")
     },
@@ -107,25 +127,31 @@ _BESIDE = {
 _BOTH = "shared_mlp.input_linear.weight"
 _HALVES = (".ffn_gate_shexp.weight", ".ffn_up_shexp.weight")
 _CORRECTION = "exp_probs_b.bias"
+_STATEFUL = ("linear_attn", "self_attn", "attention", "mixer", "mamba")
 _PARAMETERS = {
     "self_attn.sinks": "attn_sinks.weight",
     **{
         f"{module}.e_score_correction_bias": _CORRECTION
-        for module in ("mlp", "mlp.gate", "mlp.moe_statics", "block_sparse_moe", "mixer.gate")
+        for module in (
+            *("mlp", "mlp.gate", "mlp.moe_statics", "mixer.gate"),
+            *("block_sparse_moe", "block_sparse_moe.gate"),
+        )
     },
     "mlp.expert_bias": _CORRECTION,
+    "mlp.gate.expert_bias": _CORRECTION,
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "feed_forward.expert_bias": _CORRECTION,
-    **{f"{module}.A_log": "ssm_a" for module in ("linear_attn", "mixer", "mamba")},
-    **{f"{module}.dt_bias": "ssm_dt.bias" for module in ("linear_attn", "mixer", "mamba")},
+    **{f"{module}.A_log": "ssm_a" for module in _STATEFUL},
+    **{f"{module}.dt_bias": "ssm_dt.bias" for module in _STATEFUL},
     **{f"{module}.D": "ssm_d" for module in ("mixer", "mamba")},
 }
 # Norms of the residual stream, of queries and of keys.
 _NORMS = re.compile(
     r"output_norm\.weight|blk\.\d+\.(?:attn(?:_q|_k)?_norm|post_attention_norm|ffn_norm)\.weight"
 )
+_CONVOLUTION = re.compile(r"\.(?:ssm_conv1d(?:_[qkv])?|shortconv\.conv)\.weight$")
 # What is computed from config.json, and what guesses further tokens.
 _UNUSED = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|mtp(?:_\w+)?\..*)")
 
@@ -266,7 +292,7 @@ class RenamedStore:
             module, _, leaf = rest.rpartition(".")
             if module in _OUT_NORMS:
                 return f"{self._out_norm}.{leaf}"
-            return EMBEDDING if rest in ("embed_tokens.weight", "embeddings.weight") else own
+            return EMBEDDING if rest in _EMBEDDINGS else own
         _, layer, rest = match.groups()
         if int(layer) >= self._num_layers:
             return f"blk.{layer}.nextn.{rest}"
@@ -276,8 +302,7 @@ class RenamedStore:
         return f"blk.{layer}.{self._modules[module]}.{leaf}" if module in self._modules else own
 
     def _shape(self, name: str, own: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        is_convolution = name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight"))
-        if is_convolution and len(shape) == 3 and shape[1] == 1:
+        if _CONVOLUTION.search(name) and len(shape) == 3 and shape[1] == 1:
             return shape[0], shape[2]
         if name.endswith(_CORRECTION) and len(shape) == 2 and shape[0] == 1:
             return shape[1:]
@@ -286,6 +311,8 @@ class RenamedStore:
         num = self._num_norms
         if num and name.endswith(".ssm_norm.weight") and shape[0] % num == 0:
             return num, shape[0] // num
+        if name.endswith(".ssm_a") and shape[:2] == (1, 1):
+            return shape[2:3]
         # A column of a number for each head.
         return (*shape, 1) if num and name.endswith((".ssm_a", ".ssm_d")) else shape
 

@@ -1,7 +1,7 @@
 """Families whose checkpoints run without torch: a row for each `model_type`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.decoding.safetensors import _settings, _stateful
@@ -44,6 +44,8 @@ class Row:
         matrix tells.
     activation : tuple of str
         What the activation of feed-forwards is called, and the values that it may have.
+    names : mapping of str to str
+        What keys are called that have other names, by the usual ones.
     """
 
     known: str
@@ -58,6 +60,7 @@ class Row:
     epsilon: str = "rms_norm_eps"
     stored: str = "rows"
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def settings_of(config: Config, row: Row) -> dict[str, Any]:
@@ -68,6 +71,7 @@ def settings_of(config: Config, row: Row) -> dict[str, Any]:
     NoTextModelError
         If a value is missing, or one that is not known here.
     """
+    config = config.renamed(row.names)
     config.require(row.activation[0], *row.activation[1:])
     heads = config.size("num_attention_heads", least=1)
     found = {
@@ -91,9 +95,18 @@ def settings_of(config: Config, row: Row) -> dict[str, Any]:
     return {**found, **row.settings(config)}
 
 
+_KIMI_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+
 # By `model_type`.
 ROWS: Mapping[str, Row] = {
     "afmoe": Row("afmoe", "Afmoe", _settings.afmoe, head_dim=128),
+    "bailing_hybrid": Row("bailingmoe3", "BailingHybrid", _stateful.bailing, names=_KIMI_NAMES),
     "deepseek_v2": Row("deepseek2", "DeepseekV2", _settings.deepseek2),
     "deepseek_v3": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "dots1": Row("dots1", "Dots1", _settings.dots1),
@@ -128,6 +141,9 @@ ROWS: Mapping[str, Row] = {
     ),
     "hy_v3": Row("hy_v3", "HYV3", _settings.hy_v3, head_dim=128),
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
+    "kimi_linear": Row(
+        "kimi-linear", "KimiLinear", _stateful.kimi_linear, share=0.0, names=_KIMI_NAMES
+    ),
     "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, stored="columns"),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
     "mellum": Row("qwen3moe", "Mellum", _settings.mellum, head_dim=128, share=0.0),

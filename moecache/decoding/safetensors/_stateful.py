@@ -4,7 +4,13 @@ import math
 from typing import Any
 
 from moecache.decoding.safetensors._config import Config
-from moecache.decoding.safetensors._settings import FULL, granite_shared, qwen3
+from moecache.decoding.safetensors._settings import (
+    FULL,
+    chosen,
+    granite_shared,
+    latent_sizes,
+    qwen3,
+)
 
 _LINEAR = "linear_attention"
 # As published.
@@ -41,6 +47,80 @@ def linear(config: Config) -> dict[str, Any]:
 
 def qwen3_next(config: Config) -> dict[str, Any]:
     return {**linear(config), **qwen3(config, is_normalized=True)}
+
+
+def kimi_linear(config: Config) -> dict[str, Any]:
+    """Return Kimi Linear's: layers of delta attention beside latents that nothing turns."""
+    said = config.get("linear_attn_config", {})
+    if not isinstance(said, dict):
+        raise config.unsupported("linear_attn_config")
+    config.require("mla_use_nope", True)
+    config.require("moe_router_activation_func", "sigmoid")
+    # What is published has sizes apart, and layers by their numbers from 1 on.
+    names = ("head_dim", "num_heads", "short_conv_kernel_size")
+    usual = ("head_dim", "num_heads", "conv_kernel_dim")
+    sizes = {
+        f"linear_{name}": Config({name: said[own]}, config.largest).size(name, least=1)
+        if own in said
+        else config.size(f"linear_{name}", least=1)
+        for own, name in zip(names, usual, strict=True)
+    }
+    linear, full = (said.get(f"{kind}_layers") for kind in ("kda", "full_attn"))
+    kinds = None
+    if linear is not None and full is not None:
+        kinds = _kinds_of(config, linear, full)
+    return {
+        **chosen(config),
+        **latent_sizes(config),
+        **sizes,
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "layer_types": config.kinds("layer_types", (_LINEAR, FULL), kinds),
+        "mlp_layer_types": _mlp_kinds(config, config.size("first_k_dense_replace", 1)),
+    }
+
+
+def _kinds_of(config: Config, linear: Any, full: Any) -> list[str]:
+    """Return the kind of each layer, of lists of both kinds."""
+    numbers = range(1, config.num_layers + 1)
+    both = [*linear, *full] if isinstance(linear, list) and isinstance(full, list) else []
+    if sorted(map(str, both)) != sorted(map(str, numbers)):
+        raise config.unsupported("linear_attn_config")
+    return [_LINEAR if number in linear else FULL for number in numbers]
+
+
+def _mlp_kinds(config: Config, num_dense: int) -> list[str]:
+    usual = ["dense" if layer < num_dense else "sparse" for layer in range(config.num_layers)]
+    return config.kinds("mlp_layer_types", ("dense", "sparse"), usual)
+
+
+def bailing(config: Config) -> dict[str, Any]:
+    """Return Ling 3's: the same beside latents that are turned, and decays that have a bound."""
+    config.require("q_lora_rank", None)
+    config.require("score_function", "sigmoid")
+    config.require("no_kda_lora", True)
+    config.require("gated_attention_proj_granularity_type", "head_wise")
+    every = config.size("layer_group_size", 6, least=1)
+    usual = [FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(config.num_layers)]
+    bound = config.get("kda_lower_bound", -5.0)
+    if type(bound) not in (int, float) or not -1e4 < bound < 0:
+        raise config.unsupported("kda_lower_bound")
+    widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    width = config.size("head_dim", 128, least=1)
+    kernel = config.size("short_conv_kernel_size", 4, least=1)
+    return {
+        **chosen(config),
+        **{name: config.size(name, least=1) for name in widths},
+        "linear_head_dim": config.size("linear_head_dim", width, least=1),
+        "linear_num_heads": config.size(
+            "linear_num_heads", config.size("num_attention_heads"), least=1
+        ),
+        "linear_conv_kernel_dim": config.size("linear_conv_kernel_dim", kernel, least=1),
+        "kda_safe_gate": config.flag("kda_safe_gate", True),
+        "kda_lower_bound": float(bound),
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "layer_types": config.kinds("layer_types", (_LINEAR, FULL), usual),
+        "mlp_layer_types": _mlp_kinds(config, config.size("first_k_dense_replace", 2)),
+    }
 
 
 def nemotron(config: Config) -> dict[str, Any]:

@@ -86,6 +86,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "norms behind alone": ("flex_olmo", {}),
     # Layers of two kinds, each with heads and angles of its own; a window is passed.
     "beside": (
         "gemma4_text",

@@ -82,6 +82,7 @@ cdef struct Layer:
     int64_t num_norms
     bint is_short
     bint has_attention
+    bint has_forward
     # Of latent attention.
     bint is_latent
     Linear low

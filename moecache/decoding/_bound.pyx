@@ -146,8 +146,9 @@ cdef class Bound:
         self._bind_norm(&layer.forward_out, given.forward_out, hidden)
         self._bind_beside(layer, given)
         layer.has_attention = a is not None
-        if layer.has_attention != (given.attention_norm is not None):
-            raise ConfigError("attention comes with a norm, and a norm with attention")
+        layer.has_forward = forward is not None or router is not None
+        if given.attention_norm is not None and a is None:
+            raise ConfigError("a norm before attention comes with attention")
         if isinstance(a, LatentAttention):
             self._bind_latents(layer, a)
         elif isinstance(a, LinearAttention):
@@ -158,8 +159,8 @@ cdef class Bound:
             self._bind_short(layer, a)
         elif a is not None:
             self._bind_attention(layer, a)
-        if given.forward_norm is None and (forward is not None or router is not None):
-            raise ConfigError("a feed-forward has no norm")
+        if given.forward_norm is not None and not layer.has_forward:
+            raise ConfigError("a norm before a feed-forward comes with one")
         if forward is not None:
             width = forward.up.matrix.rows
             self._bind_linear(&layer.gate, forward.gate, hidden, width)
@@ -219,7 +220,7 @@ cdef class Bound:
         beside = given.beside
         layer.is_beside = beside is not None
         if beside is None:
-            if given.forward_out is not None and given.router is not None:
+            if given.forward_out is not None and None not in (given.router, given.forward):
                 raise ConfigError("experts' sum has a norm beside a feed-forward alone")
             return 0
         if given.forward is None or given.router is None or given.router.scales_input:

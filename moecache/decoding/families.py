@@ -1,7 +1,8 @@
 """The families that have a recipe: a row for each, of transformers' classes that it is made of.
 
-Their layers are x + attention(norm(x)), then x + block(norm(x)); attention has q_proj, k_proj,
-v_proj and o_proj, or DeepSeek's latents. What differs is said here. Attributes are named by paths.
+Their layers are x + attention(norm(x)), then x + block(norm(x)), or have norms behind these alone;
+attention has q_proj, k_proj, v_proj and o_proj, or DeepSeek's latents. What differs is said here.
+Attributes are named by paths.
 """
 
 from dataclasses import dataclass, replace
@@ -53,8 +54,8 @@ class Family:
         Attribute of a layer that has linear attention, a state space or a convolution instead.
     is_single : bool, default False
         Whether a layer has a norm and one part: attention, a state space or a feed-forward.
-    layer_norms : (str, str)
-        Attributes of a layer that has two parts: the norms before them.
+    layer_norms : (str, str), optional
+        Attributes of a layer that has two parts: the norms before them, if there are some.
     part_norms : (str, str), optional
         And the norms of their results.
     attention, out : str
@@ -108,7 +109,7 @@ class Family:
     turns_windows: bool = False
     linear: str | None = None
     is_single: bool = False
-    layer_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    layer_norms: tuple[str, str] | None = ("input_layernorm", "post_attention_layernorm")
     part_norms: tuple[str, str] | None = None
     attention: str = "self_attn"
     out: str = "o_proj"
@@ -177,6 +178,9 @@ FAMILIES = {
     ),
     ("mixtral", "MixtralAttention", "MixtralSparseMoeBlock"): Family(is_normalized=True),
     ("olmoe", "OlmoeAttention", "OlmoeSparseMoeBlock"): Family(clip="clip_qkv"),
+    ("flex_olmo", "FlexOlmoAttention", "FlexOlmoSparseMoeBlock"): Family(
+        layer_norms=None, part_norms=("post_attention_layernorm", "post_feedforward_layernorm")
+    ),
     ("afmoe", "AfmoeAttention", "AfmoeSparseMoeBlock"): Family(
         router="router",
         router_weight="gate",

@@ -177,8 +177,10 @@ def times(layer: Linear, x: np.ndarray) -> np.ndarray:
     return x @ weight.T + (0 if layer.bias is None else layer.bias)
 
 
-def normed(made: Norm, x: np.ndarray) -> np.ndarray:
-    """Return rows, normed in parts of the norm's width."""
+def normed(made: Norm | None, x: np.ndarray) -> np.ndarray:
+    """Return rows, normed in parts of the norm's width; as they are if there is no norm."""
+    if made is None:
+        return x
     parts = x.reshape(-1, made.weight.size)
     if made.bias is not None:
         parts = parts - parts.mean(1, keepdims=True)
@@ -365,13 +367,13 @@ class Oracle:
         """Return a token's logits."""
         x = embedding.astype(np.float64)
         for number, layer in enumerate(self.recipe.layers):
-            if layer.attention_norm is not None:
+            if layer.attention is not None:
                 given = normed(layer.attention_norm, x)
-                x = x + layer.scale * self.attention(number, given, position)
-            if layer.forward_norm is not None:
-                assert layer.forward is not None
+                added = self.attention(number, given, position)
+                x = x + layer.scale * normed(layer.attention_out, added)
+            if layer.forward is not None:
                 forward = self.forward(layer.forward, normed(layer.forward_norm, x))
-                x = x + layer.scale * forward
+                x = x + layer.scale * normed(layer.forward_out, forward)
         return times(self.recipe.head, normed(self.recipe.norm, x))
 
 
@@ -386,6 +388,9 @@ def recipe_of(kind: str) -> Recipe:
         alone = replace(layer, forward_norm=None, forward=None)
         behind = Layer(None, None, norm(HIDDEN), UNGATED, scale=0.7)
         layers = (alone, behind, behind, alone, layer)
+    if kind == "norms":
+        bare = Layer(None, KINDS[kind], None, UNGATED, scale=0.7)
+        layers = (layer, replace(bare, attention_out=norm(HIDDEN), forward_out=norm(HIDDEN)))
     return Recipe(HIDDEN, layers, norm(HIDDEN), linear(VOCABULARY, HIDDEN))
 
 

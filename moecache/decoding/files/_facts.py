@@ -164,6 +164,11 @@ class Facts:
         return bool(self.known.head_norms) and bool(self.settings.get("use_qk_norm", True))
 
     @property
+    def has_norms_before(self) -> bool:
+        """Whether attention and feed-forward are given norms of hidden states."""
+        return self.family.layer_norms is not None
+
+    @property
     def is_still(self) -> bool:
         """Whether queries and keys are not turned by positions."""
         return any(rope is _STILL for rope in self.ropes.values())

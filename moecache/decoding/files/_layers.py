@@ -56,10 +56,10 @@ class LayerReader:
         at, facts, trunk = f"blk.{block}", self._facts, self._trunk
         router, experts, number, forward, latents = None, None, -1, None, None
         has_attention, has_forward = True, facts.has_forward(block)
-        before = behind = self.norm(f"{at}.attn_norm")
+        before = behind = self.norm(f"{at}.attn_norm") if facts.has_norms_before else None
         if facts.family.is_single:
             has_attention = not has_forward
-        else:
+        elif facts.has_norms_before:
             behind = self.norm(f"{at}.{facts.known.forward_norm}")
         if has_forward and facts.is_dense(block):
             forward = self._feed_forward(at, "")
@@ -95,7 +95,7 @@ class LayerReader:
             return {}
         attention_out, forward_out = (self.norm(f"{at}.{name}") for name in facts.known.part_norms)
         found = {"attention_out": attention_out, "forward_out": forward_out}
-        if facts.is_dense(block):
+        if facts.is_dense(block) or not facts.shared_width:
             return found
         # Both are given the same, and neither's result has a norm before their sum has one.
         given = self.norm(f"{at}.{facts.known.forward_norm}")

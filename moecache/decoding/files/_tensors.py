@@ -133,8 +133,9 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
                 yield name, (facts.all_heads()[0].turned // 2,)
     for block in range(facts.num_layers):
         at = f"blk.{block}"
-        yield from _norm(facts, f"{at}.attn_norm")
-        if not facts.family.is_single:
+        if facts.has_norms_before:
+            yield from _norm(facts, f"{at}.attn_norm")
+        if facts.has_norms_before and not facts.family.is_single:
             yield from _norm(facts, f"{at}.{facts.known.forward_norm}")
         for name in facts.known.part_norms or ():
             yield from _norm(facts, f"{at}.{name}")

@@ -16,11 +16,12 @@ from moecache.stores._quantized import BESIDE
 _LAYER = re.compile(r"(.*?)layers\.(\d{1,9})\.(.*)")
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.(weight|bias)")
 _OUT_NORMS = ("norm", "embedding_norm", "norm_f")
-# Of families with norms before and behind both parts.
+# Of families with norms behind both parts.
 _PART_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_mlp_layernorm": "ffn_norm",
     "post_mlp_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 # Modules of a layer, and parameters that are no module's weight or bias.
 _MODULES = {

@@ -1,7 +1,7 @@
 """Families whose checkpoints run without torch: a row for each `model_type`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moecache.decoding.safetensors import _settings, _stateful
@@ -9,6 +9,7 @@ from moecache.decoding.safetensors._config import Config
 
 # transformers' configurations have one of these.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PART_NORMS = ("post_attention_norm", "post_ffw_norm")
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
@@ -44,6 +45,8 @@ class Row:
         matrix tells.
     activation : tuple of str
         What the activation of feed-forwards is called, and the values that it may have.
+    ways : mapping
+        Fields of `Known` that are otherwise than those of GGUF files.
     """
 
     known: str
@@ -58,6 +61,7 @@ class Row:
     epsilon: str = "rms_norm_eps"
     stored: str = "rows"
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
+    ways: Mapping[str, Any] = field(default_factory=dict)
 
 
 def settings_of(config: Config, row: Row) -> dict[str, Any]:
@@ -101,6 +105,7 @@ ROWS: Mapping[str, Row] = {
         "ernie4_5-moe", "Ernie4_5_Moe", _settings.ernie, is_tied=True, has_wide_routers=True
     ),
     "exaone_moe": Row("exaone-moe", "ExaoneMoe", _settings.exaone),
+    "flex_olmo": Row("olmoe", "FlexOlmo", _settings.olmoe, ways={"part_norms": _PART_NORMS}),
     "gemma4_text": Row(
         "gemma4",
         "Gemma4",

@@ -226,22 +226,26 @@ class _Reader:
             if weights.number(layer, "block_type") not in ("moe", "mlp"):
                 return Layer(norm, self._attending.read(index, layer), None)
             return self._with_forward(Layer(None, None, norm), layer, block)
-        before, behind = (
-            weights.norm(getattr(layer, name), adds_one=family.adds_one)
-            for name in family.layer_norms
-        )
+        before, behind = self._norms(layer, family.layer_norms)
         scale = float(weights.number(layer, family.residual)) if family.residual else 1.0
         made = Layer(before, self._attending.read(index, layer), behind, scale=scale)
         made = self._with_forward(made, layer, block)
-        if family.part_norms is None:
+        attention_out, forward_out = self._norms(layer, family.part_norms)
+        made = replace(made, attention_out=attention_out, forward_out=forward_out)
+        if forward_out is None or made.router is None or made.forward is None:
             return made
-        attention_out, forward_out = (
-            weights.norm(getattr(layer, name), adds_one=family.adds_one)
-            for name in family.part_norms
-        )
         # Experts are given what the feed-forward beside them is, and their sum has the norm.
-        beside = None if made.router is None else Beside(behind, behind)
-        return replace(made, attention_out=attention_out, forward_out=forward_out, beside=beside)
+        return replace(made, beside=Beside(behind, behind))
+
+    def _norms(self, layer: Any, names: tuple[str, str] | None) -> tuple[Norm | None, Norm | None]:
+        """Return two norms of a layer by their attributes, if it has them."""
+        if names is None:
+            return None, None
+        first, second = (
+            self._weights.norm(getattr(layer, name), adds_one=self._family.adds_one)
+            for name in names
+        )
+        return first, second
 
     def _with_forward(self, made: Layer, layer: Any, block: Any) -> Layer:
         """Return a layer with its experts, or the feed-forward that it has instead."""

@@ -31,7 +31,7 @@ NAMES = (
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
     *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
-    *("mistral4", "flex_olmo"),
+    *("mistral4", "flex_olmo", "axk1"),
 )
 ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
@@ -254,6 +254,21 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
     path = write_checkpoint(family, tmp_path / "model", "float32")
     model = load_whole(family, path)
     change_config(path, lambda config: config.update(model_type="kimi_k2"))
+    assert_near(path, model)
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_a_norm_of_a_dense_layer_may_have_no_use(tmp_path: Path) -> None:
+    """A.X-K1 is published with norms of all layers' feed-forwards, and has those of experts."""
+    path = write_checkpoint(made("axk1"), tmp_path / "model", "float32")
+    model = load_whole(made("axk1"), path)
+
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        norms = [name for name in tensors if name.endswith("post_mlp_layernorm.weight")]
+        assert len(norms) == 2
+        tensors["model.layers.0.post_mlp_layernorm.weight"] = 2 * tensors[norms[0]]
+
+    rewritten(path, add)
     assert_near(path, model)
 
 

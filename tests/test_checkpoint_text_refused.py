@@ -106,6 +106,7 @@ LONG = {
             "first_k_dense_replace is 2",
         ),
         ("mistral4", {"rope_interleave": False}, "rope_interleave is False"),
+        ("axk1", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         (
             "mistral4",
             {

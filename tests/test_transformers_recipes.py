@@ -87,6 +87,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "norms behind alone": ("flex_olmo", {}),
+    "a norm of the block": ("axk1", {}),
     # Layers of two kinds, each with heads and angles of its own; a window is passed.
     "beside": (
         "gemma4_text",

@@ -58,6 +58,8 @@ class Family:
         Attributes of a layer that has two parts: the norms before them, if there are some.
     part_norms : (str, str), optional
         And the norms of their results.
+    block_norm : str, optional
+        Attribute of a block that has experts: the norm of its result.
     attention, out : str
         Attributes of a layer, and of its attention, that have attention and its last product.
     is_gated : bool, default False
@@ -111,6 +113,7 @@ class Family:
     is_single: bool = False
     layer_norms: tuple[str, str] | None = ("input_layernorm", "post_attention_layernorm")
     part_norms: tuple[str, str] | None = None
+    block_norm: str | None = None
     attention: str = "self_attn"
     out: str = "o_proj"
     is_gated: bool = False
@@ -213,6 +216,12 @@ FAMILIES = {
     # Kimi K2 is one, too.
     ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(
         _SIGMOID, pairs="neighbours to halves", is_latent=True
+    ),
+    ("axk1", "AXK1Attention", "AXK1MoE"): replace(
+        _SIGMOID,
+        pairs="neighbours to halves",
+        is_latent=True,
+        block_norm="post_mlp_layernorm",
     ),
     ("mistral4", "Mistral4Attention", "Mistral4MoE"): replace(
         _SIGMOID,

@@ -91,11 +91,13 @@ class LayerReader:
         facts, at = self._facts, f"blk.{block}"
         if facts.family.is_beside:
             return self._beside(at)
-        if facts.known.part_norms is None:
-            return {}
-        attention_out, forward_out = (self.norm(f"{at}.{name}") for name in facts.known.part_norms)
-        found = {"attention_out": attention_out, "forward_out": forward_out}
-        if facts.is_dense(block) or not facts.shared_width:
+        found: dict[str, Any] = {}
+        if facts.known.part_norms is not None:
+            norms = (self.norm(f"{at}.{name}") for name in facts.known.part_norms)
+            found = dict(zip(("attention_out", "forward_out"), norms, strict=True))
+        if facts.known.sum_norm is not None and not facts.is_dense(block):
+            found["forward_out"] = self.norm(f"{at}.{facts.known.sum_norm}")
+        if not found or facts.is_dense(block) or not facts.shared_width:
             return found
         # Both are given the same, and neither's result has a norm before their sum has one.
         given = self.norm(f"{at}.{facts.known.forward_norm}")

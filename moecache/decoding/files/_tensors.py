@@ -139,6 +139,9 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
             yield from _norm(facts, f"{at}.{facts.known.forward_norm}")
         for name in facts.known.part_norms or ():
             yield from _norm(facts, f"{at}.{name}")
+        sum_norm = facts.known.sum_norm and f"{at}.{facts.known.sum_norm}"
+        if sum_norm and (not facts.is_dense(block) or f"{sum_norm}.weight" in found):
+            yield from _norm(facts, sum_norm)
         if facts.is_linear(block):
             yield from stateful_tensors(facts, at, found)
         elif facts.has_keys(block):

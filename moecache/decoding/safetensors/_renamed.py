@@ -184,6 +184,8 @@ class RenamedStore:
         self._store, self._num_layers, self._adds_one = store, num_layers, adds_one
         self._has_wide_routers = has_wide_routers
         usual = {"post_attention_layernorm": known.forward_norm}
+        if known.sum_norm is not None:
+            usual["post_mlp_layernorm"] = known.sum_norm
         norms = _PART_NORMS if known.part_norms else _BESIDE if is_beside else usual
         self._modules = {**_MODULES, **_MIXERS, **norms}
         self._out_norm = known.out_norm

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moecache.decoding.safetensors import _settings, _stateful
+from moecache.decoding.safetensors import _layered, _settings, _stateful
 from moecache.decoding.safetensors._config import Config
 
 # transformers' configurations have one of these.
@@ -98,6 +98,7 @@ def settings_of(config: Config, row: Row) -> dict[str, Any]:
 # By `model_type`.
 ROWS: Mapping[str, Row] = {
     "afmoe": Row("afmoe", "Afmoe", _settings.afmoe, head_dim=128),
+    "axk1": Row("deepseek2", "AXK1", _settings.axk1, ways={"sum_norm": "post_ffw_norm"}),
     "deepseek_v2": Row("deepseek2", "DeepseekV2", _settings.deepseek2),
     "deepseek_v3": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "dots1": Row("dots1", "Dots1", _settings.dots1),
@@ -109,7 +110,7 @@ ROWS: Mapping[str, Row] = {
     "gemma4_text": Row(
         "gemma4",
         "Gemma4",
-        _settings.gemma4,
+        _layered.gemma4,
         is_tied=True,
         share=0.0,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
@@ -135,7 +136,7 @@ ROWS: Mapping[str, Row] = {
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, stored="columns"),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
-    "mellum": Row("qwen3moe", "Mellum", _settings.mellum, head_dim=128, share=0.0),
+    "mellum": Row("qwen3moe", "Mellum", _layered.mellum, head_dim=128, share=0.0),
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
     ),

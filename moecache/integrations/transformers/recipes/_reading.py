@@ -231,6 +231,8 @@ class _Reader:
         made = Layer(before, self._attending.read(index, layer), behind, scale=scale)
         made = self._with_forward(made, layer, block)
         attention_out, forward_out = self._norms(layer, family.part_norms)
+        if family.block_norm is not None and made.router is not None:
+            forward_out = weights.norm(getattr(block, family.block_norm))
         made = replace(made, attention_out=attention_out, forward_out=forward_out)
         if forward_out is None or made.router is None or made.forward is None:
             return made

@@ -31,7 +31,7 @@ NAMES = (
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
     *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
-    *("mistral4", "flex_olmo", "axk1"),
+    *("mistral4", "flex_olmo", "axk1", "granitemoe_swa"),
 )
 ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
@@ -141,6 +141,16 @@ def assert_near(path: Path, model: Any) -> None:
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             },
         ),
+        (
+            "granitemoe_swa",
+            {
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "layer_rope_theta": [1e4, 0, 5e5],
+                "shared_intermediate_size": 20,
+            },
+        ),
+        ("granitemoe_swa", {"layer_rope_theta": [0, 0, 0]}),
         ("mistral4", {"rope_parameters": SHARP | {"llama_4_scaling_beta": 0.5} | FEW}),
         ("phimoe", {"rope_parameters": LONG, "sliding_window": 12, "lm_head_bias": False}),
     ],

@@ -106,6 +106,8 @@ LONG = {
             "first_k_dense_replace is 2",
         ),
         ("mistral4", {"rope_interleave": False}, "rope_interleave is False"),
+        ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta is"),
+        ("granitemoe_swa", {"layer_rope_theta": [1e4, 0.5, 0]}, "layer_rope_theta is"),
         ("axk1", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         (
             "mistral4",

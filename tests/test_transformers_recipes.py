@@ -40,6 +40,14 @@ _LONG_ROPE = {
     "long_mscale": 1.3,
     "original_max_position_embeddings": 12,
 }
+GRANITE_WINDOWS = {
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "layer_rope_theta": [0, 1e4, 5e5],
+    "shared_intermediate_size": 20,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "whole queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
     "yarn": (
@@ -88,6 +96,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "norms behind alone": ("flex_olmo", {}),
     "a norm of the block": ("axk1", {}),
+    "bases of layers": ("granitemoe_swa", GRANITE_WINDOWS),
     # Layers of two kinds, each with heads and angles of its own; a window is passed.
     "beside": (
         "gemma4_text",

@@ -48,6 +48,9 @@ class Family:
         Whether these come after the rotation.
     pairs : str
         What a rotation turns together, as `Rotation` says it.
+    bases : str, optional
+        Attribute of the configuration that has the base of each layer's rotation, 0 where nothing
+        is turned.
     turns_windows : bool, default False
         Whether layers that see all positions turn nothing, beside those with windows.
     linear : str, optional
@@ -108,6 +111,7 @@ class Family:
     norms: tuple[str, str] = ("q_norm", "k_norm")
     has_late_norms: bool = False
     pairs: str = "halves"
+    bases: str | None = None
     turns_windows: bool = False
     linear: str | None = None
     is_single: bool = False
@@ -268,6 +272,13 @@ FAMILIES = {
     ),
     ("granitemoehybrid", "GraniteMoeHybridAttention", "GraniteMoeHybridMoE"): replace(
         _GRANITE, shared="shared_mlp", is_shared_beside=True, linear="mamba"
+    ),
+    ("granitemoe_swa", "GraniteMoeSWAAttention", "GraniteMoeSWAMoE"): replace(
+        _GRANITE,
+        shared="shared_mlp",
+        is_shared_beside=True,
+        sinks="sinks",
+        bases="layer_rope_theta",
     ),
     ("nemotron_h", "NemotronHAttention", "NemotronHMoE"): replace(
         _SIGMOID, block="mixer", attention="mixer", linear="mixer", is_single=True

@@ -121,7 +121,13 @@ class Facts:
 
     def heads(self, block: int) -> Heads:
         """Return the sizes of a layer's attention, if it has keys and values."""
-        return self._heads["" if "" in self._heads else str(self._kind(block))]
+        if "" in self._heads:
+            return self._heads[""]
+        kinds = self.settings.get("rope_kinds")
+        if kinds is None:
+            return self._heads[str(self._kind(block))]
+        # A layer that turns nothing has the heads of any other.
+        return self._heads[kinds[block] or next(iter(self._heads))]
 
     def all_heads(self) -> list[Heads]:
         """Return those of all kinds of layers, in the order of their angles."""
@@ -308,6 +314,8 @@ class Facts:
         turns = self.settings.get("no_rope_layers")  # 0 for a layer that turns nothing
         is_still = self.family.turns_windows and self.window(block) is None
         is_still |= turns is not None and not turns[block]
+        kinds = self.settings.get("rope_kinds")  # `None` for a layer that turns nothing
+        is_still |= kinds is not None and kinds[block] is None
         return 0 if is_still else self.heads(block).turned
 
     def temperature(self, block: int) -> Temperature | None:

@@ -117,6 +117,13 @@ class Config:
             return list(found)
         raise self.unsupported(name)
 
+    def bases(self, name: str, usual: Sequence[float]) -> list[float | None]:
+        """Return the base of each layer's rotation; `None` for 0, of those that turn nothing."""
+        found = self.get(name, usual)
+        if not isinstance(found, list) or len(found) != self.num_layers:
+            raise self.unsupported(name)
+        return [self._real(name, base, 1.0) if base else None for base in found]
+
     @property
     def is_tied(self) -> bool | None:
         """Whether the head is the embedding; `None` if that is not said.

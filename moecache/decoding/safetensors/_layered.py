@@ -3,7 +3,7 @@
 from typing import Any
 
 from moecache.decoding.safetensors._config import Config
-from moecache.decoding.safetensors._settings import FULL, SLIDING
+from moecache.decoding.safetensors._settings import FULL, SLIDING, granite
 
 
 def mellum(config: Config) -> dict[str, Any]:
@@ -58,4 +58,27 @@ def gemma4(config: Config) -> dict[str, Any]:
         "intermediate_size": config.size("intermediate_size", least=1),
         "final_logit_softcapping": config.real("final_logit_softcapping", None),
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+    }
+
+
+def granite_swa(config: Config) -> dict[str, Any]:
+    """Return those of Granite with windows: each layer has the base of its rotation, or none."""
+    num = config.num_layers
+    usual = [SLIDING if layer % 4 else FULL for layer in range(num)]
+    rope = config.rope()
+    bases = config.bases("layer_rope_theta", [rope["rope_theta"]] * num)
+    found = {
+        **granite(config),
+        "shared_intermediate_size": config.size("shared_intermediate_size", 0),
+        "sliding_window": int(config.real("sliding_window", 128)),
+        "layer_types": config.kinds("layer_types", (SLIDING, FULL), usual),
+    }
+    if not any(bases):
+        return {**found, "position_embedding_type": "nope"}
+    return {
+        **found,
+        "rope_parameters": {
+            str(base): {**rope, "rope_theta": base} for base in bases if base is not None
+        },
+        "rope_kinds": [None if base is None else str(base) for base in bases],
     }

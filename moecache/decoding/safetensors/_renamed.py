@@ -51,6 +51,7 @@ _MODULES = {
     "mlp.router": "ffn_gate_inp",
     "mlp.router.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
     "shared_mlp.input_linear": "ffn_gate_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
     "self_attn.gate_proj": "attn_gate",

@@ -128,6 +128,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "granitemoe": Row("granitemoe", "GraniteMoe", _settings.granite),
     "granitemoehybrid": Row("granitehybrid", "GraniteMoeHybrid", _stateful.granite_hybrid),
+    "granitemoe_swa": Row("granitemoe", "GraniteMoeSWA", _layered.granite_swa, share=0.0),
     "granitemoeshared": Row("granitemoe", "GraniteMoeShared", _settings.granite_shared),
     "hunyuan_v1_moe": Row(
         "hunyuan-moe", "HunYuanMoEV1", _settings.hunyuan, share=0.0, has_wide_routers=True

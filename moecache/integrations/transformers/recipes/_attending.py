@@ -197,6 +197,9 @@ class AttentionReader:
         config = module.config
         if hasattr(module, "use_rope") and not self._weights.number(module, "use_rope"):
             return 0, 0
+        if self._family.bases is not None:
+            base = getattr(config, self._family.bases)[index]
+            return self._turns.of(str(float(base))) if base else (0, 0)
         is_whole = self._family.turns_windows and _window(config, index) is None
         if is_whole and config.sliding_window is not None:
             return 0, 0

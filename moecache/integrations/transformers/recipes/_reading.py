@@ -19,13 +19,13 @@ from moecache.integrations.transformers.recipes._parts import (
     UnknownFamilyError,
     Weights,
 )
-from moecache.integrations.transformers.recipes._rotary import Turns, turns_of
+from moecache.integrations.transformers.recipes._rotary import Turns, turns_by_base, turns_of
 from moecache.kernels import SlotKernel
 
 __all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
-# Settings that say what positions a layer sees.
-_SEEN = ("layer_types", "sliding_window", "attention_chunk_size")
+# Settings that say what positions a layer sees, and how it turns.
+_SEEN = ("layer_types", "sliding_window", "attention_chunk_size", "layer_rope_theta")
 # What an inner model's embedding, last norm and angles are called.
 _EMBEDDINGS = ("embed_tokens", "embeddings")
 _NORMS, _ROTARY = ("norm", "norm_f", "embedding_norm"), ("rotary_emb", "pos_emb")
@@ -109,7 +109,11 @@ def read_recipe(
     if not families or any(family != families[0] for family in families):
         raise UnknownFamilyError("its layers are not of one family")
     family, config = families[0], inner.config
-    turns = turns_of(rotary, weights, may_be_still=family.linear is not None)
+    if family.bases is None:
+        turns = turns_of(rotary, weights, may_be_still=family.linear is not None)
+    else:
+        weights.holds(inner.rotary_embs)
+        turns = turns_by_base(inner.rotary_embs, weights)
     reader = _Reader(weights, family, turns, found)
     for name in _SEEN:
         if hasattr(config, name):

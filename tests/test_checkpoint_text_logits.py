@@ -31,7 +31,7 @@ NAMES = (
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
     *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
-    *("mistral4", "flex_olmo", "axk1", "granitemoe_swa"),
+    *("mistral4", "flex_olmo", "axk1", "granitemoe_swa", "laguna"),
 )
 ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
@@ -151,6 +151,21 @@ def assert_near(path: Path, model: Any) -> None:
             },
         ),
         ("granitemoe_swa", {"layer_rope_theta": [0, 0, 0]}),
+        (
+            "laguna",
+            {
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "num_attention_heads_per_layer": [6, 4, 6],
+                "gating": "per-element",
+                "moe_routed_scaling_factor": 2.5,
+                "moe_router_logit_softcapping": 0.7,
+                "rope_parameters": {
+                    "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                },
+            },
+        ),
         ("mistral4", {"rope_parameters": SHARP | {"llama_4_scaling_beta": 0.5} | FEW}),
         ("phimoe", {"rope_parameters": LONG, "sliding_window": 12, "lm_head_bias": False}),
     ],

@@ -108,6 +108,9 @@ LONG = {
         ("mistral4", {"rope_interleave": False}, "rope_interleave is False"),
         ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta is"),
         ("granitemoe_swa", {"layer_rope_theta": [1e4, 0.5, 0]}, "layer_rope_theta is"),
+        ("laguna", {"gating": "per-layer"}, "gating is 'per-layer'"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "heads_per_layer is"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4, 0]}, "heads_per_layer is"),
         ("axk1", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         (
             "mistral4",

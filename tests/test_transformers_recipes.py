@@ -48,6 +48,14 @@ GRANITE_WINDOWS = {
     "residual_multiplier": 0.3,
     "attention_multiplier": 0.2,
 }
+# Layers with windows have more heads, which are turned whole; others' are turned by a half.
+LAGUNA = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_attention_heads_per_layer": [6, 4, 6],
+    "moe_routed_scaling_factor": 2.5,
+    "moe_router_logit_softcapping": 0.7,
+}
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "whole queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
     "yarn": (
@@ -96,6 +104,11 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "norms behind alone": ("flex_olmo", {}),
     "a norm of the block": ("axk1", {}),
+    "gates of heads": ("laguna", LAGUNA),
+    "gates of numbers": (
+        "laguna",
+        {"gating": "per-element", "moe_router_logit_softcapping": 0.0, "attention_bias": True},
+    ),
     "bases of layers": ("granitemoe_swa", GRANITE_WINDOWS),
     # Layers of two kinds, each with heads and angles of its own; a window is passed.
     "beside": (

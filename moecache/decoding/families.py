@@ -33,7 +33,9 @@ class Family:
     num_best : int
         Of a group, whose scores are its own.
     scale : str, optional
-        Attribute of the router that multiplies weights, if it has no groups.
+        Attribute of the router, or of the block, that multiplies weights, if it has no groups.
+    router_cap : str, optional
+        Attribute of the router that has the bound of its logits, if it is not 0.
     scales_input : bool, default False
         Whether a weight multiplies the input of a token's only expert.
     shared : str, optional
@@ -69,6 +71,8 @@ class Family:
         Whether queries are followed by gates of what attention gives.
     gates : str, optional
         Attribute of attention that has the gates' matrix, where they do not follow queries.
+    gate_function : str
+        What gates become, as `Attention` says it.
     adds_one : bool, default False
         Whether norms of the residual stream, of queries and of keys are weighted by 1 and more.
     is_beside : bool, default False
@@ -104,6 +108,7 @@ class Family:
     has_groups: bool = False
     num_best: int = 2
     scale: str | None = None
+    router_cap: str | None = None
     scales_input: bool = False
     shared: str | None = None
     is_shared_beside: bool = False
@@ -122,6 +127,7 @@ class Family:
     out: str = "o_proj"
     is_gated: bool = False
     gates: str | None = None
+    gate_function: str = "sigmoid"
     adds_one: bool = False
     is_beside: bool = False
     cap: str | None = None
@@ -202,6 +208,16 @@ FAMILIES = {
         part_norms=("post_attention_layernorm", "post_mlp_layernorm"),
         gates="gate_proj",
         scales_by_root="mup_enabled",
+    ),
+    ("laguna", "LagunaAttention", "LagunaSparseMoeBlock"): Family(
+        scores="sigmoid",
+        is_normalized=True,
+        correction="gate.e_score_correction_bias",
+        scale="routed_scaling_factor",
+        router_cap="router_logit_softcapping",
+        shared="shared_experts",
+        gates="g_proj",
+        gate_function="softplus",
     ),
     ("glm4_moe", "Glm4MoeAttention", "Glm4MoeMoE"): _SIGMOID,
     ("glm4v_moe", "Glm4vMoeTextAttention", "Glm4vMoeTextMoE"): _SIGMOID,

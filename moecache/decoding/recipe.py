@@ -70,6 +70,8 @@ class Router:
         Of "sparsemixer".
     scales_input : bool, default False
         Whether the weight of a token's only expert multiplies its input, and not its result.
+    cap : float, default 0
+        If it is not 0, logits are cap * tanh(logits / cap).
     """
 
     linear: Linear
@@ -86,6 +88,7 @@ class Router:
     expert_scales: np.ndarray | None = None
     jitter: float = 0.0
     scales_input: bool = False
+    cap: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,21 @@ KINDS = {
         value_width=10,
         gates=linear(HEADS * 10, HIDDEN),
     ),
+    "softplus gates": grouped(
+        value=linear(20, HIDDEN),
+        out=linear(HIDDEN, HEADS * 10),
+        value_width=10,
+        gates=linear(HEADS * 10, HIDDEN),
+        gate_function="softplus",
+    ),
+    "gates of heads": grouped(
+        value=linear(20, HIDDEN),
+        out=linear(HIDDEN, HEADS * 10),
+        value_width=10,
+        gates=linear(HEADS, HIDDEN),
+        gate_function="softplus",
+        value_scale=0.7,
+    ),
     "linear": recurrent(),
     "linear tiled": recurrent(is_tiled=True, kernel=1),
     "linear joined": recurrent(is_joined=True),
@@ -334,6 +349,7 @@ class Oracle:
             q, k = normed(a.query_norm, q), normed(a.key_norm, k)
         if a.clip is not None:
             q, k, v = (np.clip(one, -a.clip, a.clip) for one in (q, k, v))
+        v = v * a.value_scale
         q = turned(a.rotation, q.reshape(a.num_heads, -1), position)
         k = turned(a.rotation, k.reshape(a.num_kv_heads, -1), position)
         if a.has_late_norms:
@@ -351,8 +367,10 @@ class Oracle:
             sink = -np.inf if a.sinks is None else float(a.sinks[head])
             out.append(attended(keys @ q[head] * a.scale, values, sink))
         mixed = np.concatenate(out)
-        has_gates = a.is_gated or a.gates is not None
-        return times(a.out, mixed * sigmoid(gates) if has_gates else mixed)
+        if a.is_gated or a.gates is not None:
+            gates = np.log1p(np.exp(gates)) if a.gate_function == "softplus" else sigmoid(gates)
+            mixed = (mixed.reshape(gates.size, -1) * gates[:, None]).reshape(-1)
+        return times(a.out, mixed)
 
     def forward(self, forward: FeedForward, x: np.ndarray) -> np.ndarray:
         """Return a feed-forward's result."""

@@ -1,6 +1,6 @@
 """Facts of a model of files: its sizes and choices, whatever its family calls them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecache.decoding.attending import Temperature
@@ -85,6 +85,8 @@ class Facts:
     hidden_size, vocabulary, num_layers, context : int
         Positions that a text may have are the last.
     num_heads : int
+        Heads of queries, at most.
+    heads_of_layers : sequence of int
     num_experts, top_k : int
     rank : int or None
         Numbers of a latent that keys and values are made of.
@@ -102,7 +104,10 @@ class Facts:
         self.vocabulary: int = settings["vocab_size"]
         self.num_layers: int = settings["num_hidden_layers"]
         self.context = _context(settings)
-        self.num_heads: int = settings["num_attention_heads"]
+        self.heads_of_layers: Sequence[int] = settings.get(
+            "num_attention_heads_per_layer", [settings["num_attention_heads"]] * self.num_layers
+        )
+        self.num_heads = max(self.heads_of_layers)
         self.top_k: int = self._first("num_experts_per_tok", "top_k_experts")
         self.num_experts: int = self._first(
             "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
@@ -253,7 +258,7 @@ class Facts:
     def experts_scale(self) -> float:
         """What multiplies experts' weights."""
         names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
-        return float(self._first(*names, usual=1.0))
+        return float(self._first(*names, "moe_routed_scaling_factor", usual=1.0))
 
     @property
     def jitter(self) -> float:

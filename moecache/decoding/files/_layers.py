@@ -144,6 +144,7 @@ class LayerReader:
             expert_scales=trunk.numbers(f"{at}.ffn_down_exps.scale") if family.is_beside else None,
             jitter=facts.jitter,
             scales_input=family.scales_input,
+            cap=float(facts.settings.get("moe_router_logit_softcapping", 0.0)),
         )
 
     def _feed_forward(self, at: str, suffix: str) -> FeedForward:
@@ -178,7 +179,7 @@ class LayerReader:
             trunk.linear(f"{at}.attn_k"),
             trunk.linear(f"{at}.attn_v") if facts.has_values(block) else None,
             trunk.linear(f"{at}.attn_output"),
-            num_heads=facts.num_heads,
+            num_heads=facts.heads_of_layers[block],
             num_kv_heads=heads.num_kv_heads,
             width=heads.width,
             value_width=heads.value_width,
@@ -195,6 +196,7 @@ class LayerReader:
             temperature=facts.temperature(block),
             is_gated=family.is_gated,
             gates=trunk.linear(f"{at}.attn_gate") if family.gates else None,
+            gate_function=family.gate_function,
         )
 
     def _plain_norm(self, width: int) -> Norm:

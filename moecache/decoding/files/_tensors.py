@@ -158,9 +158,10 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
 def _attention(facts: Facts, block: int) -> Wanted:
     at, hidden = f"blk.{block}", facts.hidden_size
     num_kv_heads, width, *_ = facts.heads(block)
-    heads, keys = facts.num_heads * width, num_kv_heads * width
+    num_heads = facts.heads_of_layers[block]
+    heads, keys = num_heads * width, num_kv_heads * width
     if facts.family.sinks is not None:
-        yield f"{at}.attn_sinks.weight", (facts.num_heads,)
+        yield f"{at}.attn_sinks.weight", (num_heads,)
     queries = heads * (1 + facts.family.is_gated)
     projections = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
     if not facts.has_values(block):
@@ -168,7 +169,8 @@ def _attention(facts: Facts, block: int) -> Wanted:
     for name, rows in projections.items():
         yield from _linear(f"{at}.{name}", rows, hidden, has_bias=facts.is_biased)
     if facts.family.gates:
-        yield f"{at}.attn_gate.weight", (heads, hidden)
+        by_heads = facts.settings.get("gating") == "per-head"
+        yield f"{at}.attn_gate.weight", (num_heads if by_heads else heads, hidden)
     has_out_bias = facts.is_biased and facts.known.has_out_bias
     yield from _linear(f"{at}.attn_output", hidden, heads, has_bias=has_out_bias)
     if facts.has_head_norms and facts.known.head_norms != "plain":

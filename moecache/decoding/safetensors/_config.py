@@ -134,13 +134,22 @@ class Config:
         said = self.whole("tie_embedding") if said is None else said
         return said if isinstance(said, bool) else None
 
-    def rope_of(self, kind: str) -> dict[str, Any]:
-        """Return those of the `rope_parameters` that are for one kind of layers."""
+    def rope_of(self, kind: str, *known: str, share: float = 1.0) -> dict[str, Any]:
+        """Return those of the `rope_parameters` that are for one kind of layers.
+
+        Parameters
+        ----------
+        kind : str
+        known : str
+            Types that such a rotation may have beside "default".
+        share : float, default 1
+            Of a head, that is turned where nothing says it.
+        """
         said = self.get("rope_parameters", {})
         own = said.get(kind) if isinstance(said, dict) else None
         if not isinstance(own, dict):
             raise self.unsupported("rope_parameters")
-        return self._rope("rope_parameters", own, 1.0, ("default", "proportional"))
+        return self._rope("rope_parameters", own, share, ("default", *known))
 
     def rope(self, share: float = 1.0, *, is_partial: bool = False) -> dict[str, Any]:
         """Return the `rope_parameters`, as transformers of any release writes them.

@@ -17,7 +17,7 @@ def mellum(config: Config) -> dict[str, Any]:
         "attention_bias": config.flag("attention_bias", False),
         "layer_types": kinds,
         "sliding_window": int(config.real("sliding_window")),
-        "rope_parameters": {kind: config.rope_of(kind) for kind in sorted({*kinds})},
+        "rope_parameters": {kind: config.rope_of(kind, "proportional") for kind in {*kinds}},
         "num_global_key_value_heads": config.size("num_key_value_heads", least=1),
         "global_head_dim": config.size("head_dim", 128, least=1),
     }
@@ -53,7 +53,7 @@ def gemma4(config: Config) -> dict[str, Any]:
         "attention_k_eq_v": config.flag("attention_k_eq_v", False),
         "layer_types": kinds,
         "sliding_window": int(config.real("sliding_window")),
-        "rope_parameters": {kind: config.rope_of(kind) for kind in (SLIDING, FULL)},
+        "rope_parameters": {kind: config.rope_of(kind, "proportional") for kind in (SLIDING, FULL)},
         "attention_bias": config.flag("attention_bias", False),
         "intermediate_size": config.size("intermediate_size", least=1),
         "final_logit_softcapping": config.real("final_logit_softcapping", None),
@@ -81,4 +81,36 @@ def granite_swa(config: Config) -> dict[str, Any]:
             str(base): {**rope, "rope_theta": base} for base in bases if base is not None
         },
         "rope_kinds": [None if base is None else str(base) for base in bases],
+    }
+
+
+def laguna(config: Config) -> dict[str, Any]:
+    """Return Laguna's: layers with other numbers of heads, and a gate for each of them."""
+    config.require("moe_apply_router_weight_on_input", False)
+    num = config.num_layers
+    each = [config.size("num_attention_heads", least=1)] * num
+    heads = config.get("num_attention_heads_per_layer", each)
+    is_list = isinstance(heads, list) and len(heads) == num
+    if not is_list or not all(type(one) is int and 1 <= one < 2**20 for one in heads):
+        raise config.unsupported("num_attention_heads_per_layer")
+    config.require("gating", True, "per-head", "per-element")
+    by_element = config.get("gating", True) == "per-element"
+    kinds = config.kinds("layer_types", (SLIDING, FULL), [FULL] * num)
+    usual = ["dense", *["sparse"] * (num - 1)]
+    shared = config.size("shared_expert_intermediate_size", least=1)
+    return {
+        "num_attention_heads_per_layer": heads,
+        "gating": "per-element" if by_element else "per-head",
+        "mlp_layer_types": config.kinds("mlp_layer_types", ("dense", "sparse"), usual),
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+        "shared_expert_intermediate_size": shared,
+        "moe_routed_scaling_factor": config.real("moe_routed_scaling_factor", 1.0, least=-1.0),
+        "moe_router_logit_softcapping": config.real("moe_router_logit_softcapping", 0.0, least=-1),
+        "attention_bias": config.flag("attention_bias", False),
+        "layer_types": kinds,
+        "sliding_window": int(config.real("sliding_window")),
+        "rope_parameters": {kind: config.rope_of(kind, "linear", "yarn") for kind in {*kinds}},
+        "num_global_key_value_heads": config.size("num_key_value_heads", least=1),
+        "global_head_dim": config.size("head_dim", 128, least=1),
     }

@@ -55,6 +55,7 @@ _MODULES = {
     "shared_mlp.input_linear": "ffn_gate_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
     "self_attn.gate_proj": "attn_gate",
+    "self_attn.g_proj": "attn_gate",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "linear_attn.in_proj_qkvz": "ssm_in",
@@ -113,7 +114,10 @@ _PARAMETERS = {
     "self_attn.sinks": "attn_sinks.weight",
     **{
         f"{module}.e_score_correction_bias": _CORRECTION
-        for module in ("mlp", "mlp.gate", "mlp.moe_statics", "block_sparse_moe", "mixer.gate")
+        for module in (
+            *("mlp", "mlp.gate", "mlp.moe_statics", "mlp.experts"),
+            *("block_sparse_moe", "mixer.gate"),
+        )
     },
     "mlp.expert_bias": _CORRECTION,
     "layer_scalar": "layer_output_scale.weight",

@@ -135,6 +135,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "hy_v3": Row("hy_v3", "HYV3", _settings.hy_v3, head_dim=128),
     "kimi_k2": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
+    "laguna": Row("qwen3moe", "Laguna", _layered.laguna, head_dim=128, share=0.0),
     "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, stored="columns"),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
     "mellum": Row("qwen3moe", "Mellum", _layered.mellum, head_dim=128, share=0.0),

@@ -76,7 +76,8 @@ class AttentionReader:
             key,
             value,
             weights.linear(module, family.out),
-            num_heads=config.num_attention_heads,
+            # Layers may have other numbers of heads.
+            num_heads=query.matrix.rows // width // (1 + family.is_gated),
             num_kv_heads=num_kv_heads,
             width=width,
             value_width=width if value is None else value.matrix.rows // num_kv_heads,
@@ -93,6 +94,7 @@ class AttentionReader:
             temperature=self._temperature(module),
             is_gated=family.is_gated,
             gates=None if family.gates is None else weights.linear(module, family.gates),
+            gate_function=family.gate_function,
         )
 
     def _linear(self, module: Any) -> LinearAttention:

@@ -334,6 +334,7 @@ class _Reader:
         elif getattr(module, "topk_method", "group_limited_greedy") != "group_limited_greedy":
             raise UnknownFamilyError(f"its router chooses by {module.topk_method}")
         scale = "routed_scaling_factor" if family.has_groups else family.scale
+        holder = block if scale is not None and hasattr(block, scale) else module
         weight = getattr(module, family.router_weight)
         if isinstance(weight, nn.Module):
             linear = weights.linear(weight)
@@ -342,9 +343,9 @@ class _Reader:
         correction: np.ndarray | None = None
         if family.correction is not None:
             where, _, name = family.correction.rpartition(".")
-            holder = attrgetter(where)(block) if where else block
-            if getattr(holder, name, None) is not None:
-                correction = weights.floats(holder, name).reshape(-1)
+            place = attrgetter(where)(block) if where else block
+            if getattr(place, name, None) is not None:
+                correction = weights.floats(place, name).reshape(-1)
 
         def number(name: str) -> Any:
             return weights.number(module, name)
@@ -360,7 +361,8 @@ class _Reader:
             is_normalized=number(has_sum) if isinstance(has_sum, str) else has_sum,
             least=family.least,
             floor=0.0 if family.floor is None else number(family.floor),
-            scale=1.0 if scale is None else number(scale),
+            scale=1.0 if scale is None else weights.number(holder, scale),
             jitter=number("router_jitter_noise") if hasattr(module, "router_jitter_noise") else 0.0,
             scales_input=family.scales_input,
+            cap=0.0 if family.router_cap is None else max(0.0, number(family.router_cap)),
         )

@@ -31,7 +31,7 @@ NAMES = (
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
     *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
-    *("mistral4", "flex_olmo", "axk1", "granitemoe_swa", "laguna"),
+    *("mistral4", "flex_olmo", "axk1", "granitemoe_swa", "laguna", "mimo_v2_flash"),
 )
 ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
@@ -64,6 +64,14 @@ LONG = {
     "long_factor": [2.0, 3.0, 4.0, 5.0],
     "short_mscale": 1.2,
     "long_mscale": 1.2,
+}
+# As published: the positions before a token's own, and lists of numbers.
+MIMO = {
+    "sliding_window_size": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "hybrid_layer_pattern": [1, 0, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "attention_value_scale": 0.5,
 }
 IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 
@@ -151,6 +159,7 @@ def assert_near(path: Path, model: Any) -> None:
             },
         ),
         ("granitemoe_swa", {"layer_rope_theta": [0, 0, 0]}),
+        ("mimo_v2_flash", MIMO),
         (
             "laguna",
             {

@@ -56,6 +56,11 @@ LAGUNA = {
     "moe_routed_scaling_factor": 2.5,
     "moe_router_logit_softcapping": 0.7,
 }
+MIMO = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "v_head_dim": 8,
+}
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "whole queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
     "yarn": (
@@ -109,6 +114,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
         "laguna",
         {"gating": "per-element", "moe_router_logit_softcapping": 0.0, "attention_bias": True},
     ),
+    "narrow values": ("mimo_v2_flash", MIMO),
     "bases of layers": ("granitemoe_swa", GRANITE_WINDOWS),
     # Layers of two kinds, each with heads and angles of its own; a window is passed.
     "beside": (

@@ -88,7 +88,9 @@ class Family:
     clip : str, optional
         Attribute of the configuration that has the bound of queries, keys and values.
     sinks : str, optional
-        Attribute of attention that has the logits beside those of positions.
+        Attribute of attention that has the logits beside those of positions; it may be `None`.
+    value_scale : str, optional
+        Attribute of attention that multiplies values.
     residual, embedding, logits : str, optional
         Attributes of a layer, of the inner model and of the configuration that scale what is added
         to hidden states, embeddings, and (by division) logits.
@@ -135,6 +137,7 @@ class Family:
     is_scaled: bool = False
     clip: str | None = None
     sinks: str | None = None
+    value_scale: str | None = None
     residual: str | None = None
     embedding: str | None = None
     logits: str | None = None
@@ -243,6 +246,9 @@ FAMILIES = {
         is_latent=True,
         block_norm="post_mlp_layernorm",
     ),
+    ("mimo_v2_flash", "MiMoV2FlashAttention", "MiMoV2FlashMoE"): replace(
+        _SIGMOID, shared=None, sinks="sinks", value_scale="v_scale"
+    ),
     ("mistral4", "Mistral4Attention", "Mistral4MoE"): replace(
         _SIGMOID,
         scores="softmax",
@@ -329,7 +335,7 @@ FAMILIES = {
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
 _MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext", "gemma4text"}
-_MODEL_TYPES |= {"granitehybrid", "nemotronhmoe", "llama4text"}
+_MODEL_TYPES |= {"granitehybrid", "nemotronhmoe", "llama4text", "mimo2"}
 _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
 # A score weights their experts' input, which kernels on a GPU do not know.
 _WITHOUT_KERNELS_ON_GPU = {"llama4", "llama4text"}

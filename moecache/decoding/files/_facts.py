@@ -351,10 +351,11 @@ class Facts:
         if kind == _FULL:
             num, width = said["num_global_key_value_heads"], said["global_head_dim"]
         width = width or self.hidden_size // self.num_heads
+        value_width = said.get("v_head_dim", width)
         if rope is _STILL:
-            return Heads(num, width, width, 0, first)
+            return Heads(num, width, value_width, 0, first)
         share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1)
-        return Heads(num, width, width, int(width * share), first)
+        return Heads(num, width, value_width, int(width * share), first)
 
     def _kind(self, block: int) -> str | None:
         kinds = self._first("layer_types", "layers_block_type", usual=None)

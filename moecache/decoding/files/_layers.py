@@ -170,7 +170,7 @@ class LayerReader:
     def _attention(self, block: int) -> Attention:
         at, facts, trunk = f"blk.{block}", self._facts, self._trunk
         family, heads = facts.family, facts.heads(block)
-        norms = [f"{at}.attn_{part}_norm" for part in "qk"]
+        norms, sinks = [f"{at}.attn_{part}_norm" for part in "qk"], f"{at}.attn_sinks.weight"
         query, key = (self.norm(name) if f"{name}.weight" in trunk else None for name in norms)
         if facts.has_head_norms and facts.known.head_norms == "plain" and facts.turned(block):
             query = key = self._plain_norm(heads.width)
@@ -190,13 +190,14 @@ class LayerReader:
             value_norm=self._plain_norm(heads.value_width) if family.is_beside else None,
             has_late_norms=family.has_late_norms,
             clip=None if family.clip is None else facts.settings.get(family.clip),
-            sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
+            sinks=trunk.numbers(sinks) if sinks in trunk else None,
             window=facts.window(block),
             is_chunked=facts.is_chunked(block),
             temperature=facts.temperature(block),
             is_gated=family.is_gated,
             gates=trunk.linear(f"{at}.attn_gate") if family.gates else None,
             gate_function=family.gate_function,
+            value_scale=float(facts.settings.get("attention_value_scale", 1.0)),
         )
 
     def _plain_norm(self, width: int) -> Norm:

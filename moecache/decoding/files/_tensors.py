@@ -157,13 +157,14 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
 
 def _attention(facts: Facts, block: int) -> Wanted:
     at, hidden = f"blk.{block}", facts.hidden_size
-    num_kv_heads, width, *_ = facts.heads(block)
+    num_kv_heads, width, value_width, *_ = facts.heads(block)
     num_heads = facts.heads_of_layers[block]
-    heads, keys = num_heads * width, num_kv_heads * width
-    if facts.family.sinks is not None:
+    heads, keys, values = num_heads * width, num_kv_heads * width, num_kv_heads * value_width
+    may_be_whole = facts.settings.get("add_full_attention_sink_bias", True)
+    if facts.family.sinks is not None and (may_be_whole or facts.window(block) is not None):
         yield f"{at}.attn_sinks.weight", (num_heads,)
     queries = heads * (1 + facts.family.is_gated)
-    projections = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+    projections = {"attn_q": queries, "attn_k": keys, "attn_v": values}
     if not facts.has_values(block):
         del projections["attn_v"]
     for name, rows in projections.items():
@@ -172,7 +173,8 @@ def _attention(facts: Facts, block: int) -> Wanted:
         by_heads = facts.settings.get("gating") == "per-head"
         yield f"{at}.attn_gate.weight", (num_heads if by_heads else heads, hidden)
     has_out_bias = facts.is_biased and facts.known.has_out_bias
-    yield from _linear(f"{at}.attn_output", hidden, heads, has_bias=has_out_bias)
+    out = num_heads * value_width
+    yield from _linear(f"{at}.attn_output", hidden, out, has_bias=has_out_bias)
     if facts.has_head_norms and facts.known.head_norms != "plain":
         is_each = facts.known.head_norms == "each"
         yield f"{at}.attn_q_norm.weight", (width if is_each else heads,)

@@ -114,3 +114,63 @@ def laguna(config: Config) -> dict[str, Any]:
         "num_global_key_value_heads": config.size("num_key_value_heads", least=1),
         "global_head_dim": config.size("head_dim", 128, least=1),
     }
+
+
+def mimo(config: Config) -> dict[str, Any]:
+    """Return those of MiMo V2: windows have twice the heads of keys, and sinks."""
+    keys = config.size("num_key_value_heads", least=1)
+    width, value_width = (
+        config.size("head_dim", 192, least=1),
+        config.size("v_head_dim", 128, least=1),
+    )
+    # Published configurations say what transformers takes for granted.
+    known: dict[str, Any] = {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "swa_num_attention_heads": config.size("num_attention_heads", least=1),
+        "swa_num_key_value_heads": 2 * keys,
+        "swa_head_dim": width,
+        "swa_v_head_dim": value_width,
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+    }
+    layers = range(config.num_layers)
+    usual = [SLIDING if layer and (layer + 1) % 6 else FULL for layer in layers]
+    kinds = config.kinds("layer_types", (SLIDING, FULL), usual)
+    usual = ["dense", *["sparse"] * (config.num_layers - 1)]
+    blocks = config.kinds("mlp_layer_types", ("dense", "sparse"), usual)
+    known["hybrid_layer_pattern"] = [int(kind == SLIDING) for kind in kinds]
+    known["moe_layer_freq"] = [int(block == "sparse") for block in blocks]
+    for name, value in known.items():
+        config.require(name, value)
+    own = config.real("sliding_window", 129)
+    before = config.real("sliding_window_size", None)
+    factor = config.real("routed_scaling_factor", None, least=-1.0)
+    return {
+        "add_full_attention_sink_bias": False,
+        "attention_bias": config.flag("attention_bias", False),
+        "attention_value_scale": config.real("attention_value_scale", 0.707),
+        "global_head_dim": width,
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "layer_types": kinds,
+        "mlp_layer_types": blocks,
+        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
+        "n_group": config.size("n_group", 1, least=1),
+        "norm_topk_prob": config.flag("norm_topk_prob", True),
+        "num_global_key_value_heads": keys,
+        "num_key_value_heads": 2 * keys,
+        "rope_parameters": {kind: _mimo_rope(config, kind) for kind in {*kinds}},
+        "routed_scaling_factor": 1.0 if factor is None else factor,
+        # A window's size counts the positions before a token's own.
+        "sliding_window": int(own if before is None else before + 1),
+        "topk_group": config.size("topk_group", 1, least=1),
+        "use_qk_norm": False,
+        "v_head_dim": value_width,
+    }
+
+
+def _mimo_rope(config: Config, kind: str) -> dict[str, Any]:
+    if config.get("rope_parameters") is not None:
+        return config.rope_of(kind, "linear", "yarn", share=0.334)
+    theta = 5e6 if kind == FULL else 1e4
+    return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334}

@@ -111,7 +111,7 @@ _BOTH = "shared_mlp.input_linear.weight"
 _HALVES = (".ffn_gate_shexp.weight", ".ffn_up_shexp.weight")
 _CORRECTION = "exp_probs_b.bias"
 _PARAMETERS = {
-    "self_attn.sinks": "attn_sinks.weight",
+    **{f"self_attn.{name}": "attn_sinks.weight" for name in ("sinks", "attention_sink_bias")},
     **{
         f"{module}.e_score_correction_bias": _CORRECTION
         for module in (

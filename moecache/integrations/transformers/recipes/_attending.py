@@ -71,6 +71,9 @@ class AttentionReader:
         width = module.head_dim
         num_kv_heads = key.matrix.rows // width
         turned, first = self._turned(module, index)
+        sinks, scale = family.sinks, family.value_scale
+        if sinks is not None and getattr(module, sinks) is None:
+            sinks = weights.number(module, sinks)
         return Attention(
             query,
             key,
@@ -88,13 +91,14 @@ class AttentionReader:
             value_norm=self._plain_norm(module.v_norm, width) if family.is_beside else None,
             has_late_norms=family.has_late_norms,
             clip=None if family.clip is None else weights.number(config, family.clip),
-            sinks=None if family.sinks is None else weights.floats(module, family.sinks),
+            sinks=None if sinks is None else weights.floats(module, sinks),
             window=_window(config, index),
             is_chunked=_kind(config, index) == _CHUNKED,
             temperature=self._temperature(module),
             is_gated=family.is_gated,
             gates=None if family.gates is None else weights.linear(module, family.gates),
             gate_function=family.gate_function,
+            value_scale=1.0 if scale is None else float(weights.number(module, scale)),
         )
 
     def _linear(self, module: Any) -> LinearAttention:

@@ -235,6 +235,18 @@ def test_bounds_of_steps_in_time_are_the_modules_to_keep(tmp_path: Path) -> None
         assert "steps in time are of 0.2 to 0.3" in model.moecache.decoder.reason
 
 
+def test_rotations_that_change_are_the_modules_to_keep(tmp_path: Path) -> None:
+    """Angles of layers with bases of their own are kept, which these are not for."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    family = MORE_FAMILIES["granitemoe_swa"]
+    family = replace(family, settings={**family.settings, "rope_parameters": rope})
+    model = load_in_slots(write_checkpoint(family, tmp_path, "float32"), compute="fast")
+    with model.moecache, torch.no_grad():
+        decode(model, prompt(), 2)
+        assert model.moecache.decoder.num_steps == 0
+        assert "layers of several bases turn by dynamic" in model.moecache.decoder.reason
+
+
 def test_gpt_oss_decodes_as_its_own_forward_does(tmp_path: Path) -> None:
     """From MXFP4, with sinks, biases and a window; the same bits at any number of slots."""
     family = quantized.GPT_OSS
@@ -290,6 +302,7 @@ def test_inspect_knows_the_families(
     for architecture in ("qwen3moe", "gpt-oss", "deepseek2", "llama", "qwen3next", "qwen35moe"):
         assert has_recipe(architecture)
     assert all(map(has_recipe, ("hy_v3", "exaone_moe", "exaone-moe")))
+    assert has_recipe("mimo2")
     assert all(map(has_recipe, ("lfm2moe", "granitehybrid", "nemotron_h_moe")))
     assert not has_recipe("jamba")
     assert main(["inspect", str(qwen3_moe), "--memory", "10MiB"]) == 0

@@ -334,7 +334,7 @@ class _Reader:
         elif getattr(module, "topk_method", "group_limited_greedy") != "group_limited_greedy":
             raise UnknownFamilyError(f"its router chooses by {module.topk_method}")
         scale = "routed_scaling_factor" if family.has_groups else family.scale
-        holder = block if scale is not None and hasattr(block, scale) else module
+        holder = module if scale is None or hasattr(module, scale) else block
         weight = getattr(module, family.router_weight)
         if isinstance(weight, nn.Module):
             linear = weights.linear(weight)

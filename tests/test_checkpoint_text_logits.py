@@ -31,7 +31,8 @@ NAMES = (
     *("minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_vl"),
     *("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_hub", "gpt_oss"),
     *("llama4", "phimoe", "glm4_moe_lite", "glm4v_moe", "mellum", "solar_open"),
-    *("mistral4", "bailing_hybrid", "kimi_linear"),
+    *("mistral4", "bailing_hybrid", "kimi_linear", "flex_olmo", "axk1"),
+    *("granitemoe_swa", "laguna", "mimo_v2_flash"),
 )
 ALL = {**MORE_FAMILIES, **FAMILIES}
 # Made as for GGUF files.
@@ -64,6 +65,14 @@ LONG = {
     "long_factor": [2.0, 3.0, 4.0, 5.0],
     "short_mscale": 1.2,
     "long_mscale": 1.2,
+}
+# As published: the positions before a token's own, and lists of numbers.
+MIMO = {
+    "sliding_window_size": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "hybrid_layer_pattern": [1, 0, 1],
+    "moe_layer_freq": [0, 1, 1],
+    "attention_value_scale": 0.5,
 }
 IDS = np.random.default_rng(0).integers(3, 90, 40).tolist()
 
@@ -139,6 +148,32 @@ def assert_near(path: Path, model: Any) -> None:
             {
                 "sliding_window": 6,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+        ),
+        (
+            "granitemoe_swa",
+            {
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "layer_rope_theta": [1e4, 0, 5e5],
+                "shared_intermediate_size": 20,
+            },
+        ),
+        ("granitemoe_swa", {"layer_rope_theta": [0, 0, 0]}),
+        ("mimo_v2_flash", MIMO),
+        (
+            "laguna",
+            {
+                "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "num_attention_heads_per_layer": [6, 4, 6],
+                "gating": "per-element",
+                "moe_routed_scaling_factor": 2.5,
+                "moe_router_logit_softcapping": 0.7,
+                "rope_parameters": {
+                    "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                },
             },
         ),
         ("mistral4", {"rope_parameters": SHARP | {"llama_4_scaling_beta": 0.5} | FEW}),
@@ -283,6 +318,21 @@ def test_kimi_linear_is_read_as_published(tmp_path: Path) -> None:
             tensors[name.replace("0.block_sparse_moe.", "0.mlp.")] = tensors.pop(name)
 
     rewritten(path, rename)
+    assert_near(path, model)
+
+
+@pytest.mark.usefixtures("exact_caches")
+def test_a_norm_of_a_dense_layer_may_have_no_use(tmp_path: Path) -> None:
+    """A.X-K1 is published with norms of all layers' feed-forwards, and has those of experts."""
+    path = write_checkpoint(made("axk1"), tmp_path / "model", "float32")
+    model = load_whole(made("axk1"), path)
+
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        norms = [name for name in tensors if name.endswith("post_mlp_layernorm.weight")]
+        assert len(norms) == 2
+        tensors["model.layers.0.post_mlp_layernorm.weight"] = 2 * tensors[norms[0]]
+
+    rewritten(path, add)
     assert_near(path, model)
 
 

@@ -117,6 +117,15 @@ LONG = {
         ("kimi_linear", {"num_experts_per_token": None}, "num_experts_per_token is None"),
         ("bailing_hybrid", {"kda_lower_bound": 5.0}, "kda_lower_bound is 5.0"),
         ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora is False"),
+        ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta is"),
+        ("granitemoe_swa", {"layer_rope_theta": [1e4, 0.5, 0]}, "layer_rope_theta is"),
+        ("laguna", {"gating": "per-layer"}, "gating is 'per-layer'"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "heads_per_layer is"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4, 0]}, "heads_per_layer is"),
+        ("mimo_v2_flash", {"swa_head_dim": 8}, "swa_head_dim is 8"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 0, 0]}, "hybrid_layer_pattern is"),
+        ("mimo_v2_flash", {"head_dim": 16}, "5 numbers of a head cannot be turned"),
+        ("axk1", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         (
             "mistral4",
             {

@@ -144,6 +144,7 @@ ROUTERS = {
     },
     "best of a group": {"scores": "softmax", "num_groups": 4, "num_kept_groups": 3, "num_best": 1},
     "sigmoid of the chosen": {"scores": "sigmoid of the chosen"},
+    "sigmoid of capped logits": {"scores": "sigmoid", "cap": 0.5},
     "floor": {"scores": "softmax", "is_normalized": True, "floor": 0.9},
 }
 
@@ -178,6 +179,8 @@ def test_a_router_chooses_by_its_formula(name: str) -> None:
     with pytest.raises(ValueError, match="has no slot"):
         program.compute(slots - 1, [0])
     logits = times(router.linear, program.normed[0].astype(np.float64))
+    if router.cap:
+        logits = router.cap * np.tanh(logits / router.cap)
     scores = 1 / (1 + np.exp(-logits)) if "sigmoid" in name else np.exp(logits)
     scores = scores if "sigmoid" in name else scores / scores.sum()
     choice = (logits if name.endswith("of the chosen") else scores).copy()
@@ -257,6 +260,8 @@ def test_a_score_may_be_on_the_input_of_the_only_expert() -> None:
         ({"out": linear(HIDDEN, HEADS * 6)}, "is not one of"),
         ({"gates": linear(HEADS * 10, HIDDEN)}, "gates of 10 numbers for values of 7"),
         ({"gates": linear(HEADS * 10, HIDDEN), "is_gated": True}, "and there is a matrix of gates"),
+        ({"gate_function": "softplus"}, "gates are not given to softplus"),
+        ({"gates": linear(HEADS, HIDDEN), "gate_function": "tanh"}, "gates of 10 numbers"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -40,6 +40,27 @@ _LONG_ROPE = {
     "long_mscale": 1.3,
     "original_max_position_embeddings": 12,
 }
+GRANITE_WINDOWS = {
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "layer_rope_theta": [0, 1e4, 5e5],
+    "shared_intermediate_size": 20,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
+# Layers with windows have more heads, which are turned whole; others' are turned by a half.
+LAGUNA = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_attention_heads_per_layer": [6, 4, 6],
+    "moe_routed_scaling_factor": 2.5,
+    "moe_router_logit_softcapping": 0.7,
+}
+MIMO = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "v_head_dim": 8,
+}
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "whole queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
     "yarn": (
@@ -86,6 +107,15 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "norms behind alone": ("flex_olmo", {}),
+    "a norm of the block": ("axk1", {}),
+    "gates of heads": ("laguna", LAGUNA),
+    "gates of numbers": (
+        "laguna",
+        {"gating": "per-element", "moe_router_logit_softcapping": 0.0, "attention_bias": True},
+    ),
+    "narrow values": ("mimo_v2_flash", MIMO),
+    "bases of layers": ("granitemoe_swa", GRANITE_WINDOWS),
     # Layers of two kinds, each with heads and angles of its own; a window is passed.
     "beside": (
         "gemma4_text",
@@ -208,6 +238,18 @@ def test_bounds_of_steps_in_time_are_the_modules_to_keep(tmp_path: Path) -> None
         assert "steps in time are of 0.2 to 0.3" in model.moecache.decoder.reason
 
 
+def test_rotations_that_change_are_the_modules_to_keep(tmp_path: Path) -> None:
+    """Angles of layers with bases of their own are kept, which these are not for."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    family = MORE_FAMILIES["granitemoe_swa"]
+    family = replace(family, settings={**family.settings, "rope_parameters": rope})
+    model = load_in_slots(write_checkpoint(family, tmp_path, "float32"), compute="fast")
+    with model.moecache, torch.no_grad():
+        decode(model, prompt(), 2)
+        assert model.moecache.decoder.num_steps == 0
+        assert "layers of several bases turn by dynamic" in model.moecache.decoder.reason
+
+
 def test_gpt_oss_decodes_as_its_own_forward_does(tmp_path: Path) -> None:
     """From MXFP4, with sinks, biases and a window; the same bits at any number of slots."""
     family = quantized.GPT_OSS
@@ -263,6 +305,7 @@ def test_inspect_knows_the_families(
     for architecture in ("qwen3moe", "gpt-oss", "deepseek2", "llama", "qwen3next", "qwen35moe"):
         assert has_recipe(architecture)
     assert all(map(has_recipe, ("hy_v3", "exaone_moe", "exaone-moe")))
+    assert has_recipe("mimo2")
     assert all(map(has_recipe, ("lfm2moe", "granitehybrid", "nemotron_h_moe")))
     assert not has_recipe("jamba")
     assert main(["inspect", str(qwen3_moe), "--memory", "10MiB"]) == 0

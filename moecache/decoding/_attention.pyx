@@ -15,6 +15,7 @@ from moecache.decoding._steps cimport (
     mc_held,
     mc_latent_item,
     mc_scale,
+    mc_softplus_gates,
     mc_store,
     mc_turn,
 )
@@ -94,6 +95,8 @@ cdef void _grouped(
         w.multiply(&layer.value, w.normed, num, w.values, &layer.key)
     else:
         memcpy(w.values, w.keys, <size_t>(num * value_wide) * sizeof(float))
+    if layer.value_scale != 1:
+        mc_scale(w.values, num * value_wide, layer.value_scale)
     norm_parts(&layer.value_norm, w.values, num * value_wide)
     if not layer.has_late_norms:
         norm_parts(&layer.query_norm, w.queries, num * queries)
@@ -121,7 +124,9 @@ cdef void _grouped(
             )
     heads.queries = w.queries
     _run_heads(mc_attend_item, heads, num)
-    if layer.is_gated:
+    if layer.gated_at_once:
+        mc_softplus_gates(w.mixed, w.gates, num * queries, layer.gated_at_once)
+    elif layer.is_gated:
         heads.level.gate(w.mixed, w.gates, (num * queries + 15) & ~15)
 
 

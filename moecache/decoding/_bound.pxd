@@ -64,6 +64,9 @@ cdef struct Layer:
     # What multiplies what attention gives: a second part of each query, or of linear attention.
     bint is_gated
     Linear gates
+    # Numbers that a gate multiplies by its softplus; 0: each has one, and its sigmoid.
+    int64_t gated_at_once
+    float value_scale
     # Of linear attention, whose query is of all that goes through the convolution, whose key and
     # value say how states decay and change, and whose query's norm is its result's.
     bint is_linear
@@ -89,6 +92,7 @@ cdef struct Layer:
     int64_t num_norms
     bint is_short
     bint has_attention
+    bint has_forward
     # Of latent attention.
     bint is_latent
     Linear low

@@ -8,15 +8,8 @@ from libc.stdlib cimport calloc, free
 from moecache.cache._cache cimport ExpertCache
 from moecache.decoding._linear cimport MC_MOST_HEAD, MC_MOST_KERNEL
 from moecache.decoding._steps cimport (
-    MC_MOST_RANK,
-    MC_PAIRED_HALVES,
-    MC_PAIRED_NEIGHBOURS,
-    MC_PAIRED_NEIGHBOURS_TO_HALVES,
-    MC_SIGMOID,
-    MC_SIGMOID_OF_CHOSEN,
-    MC_SOFTMAX,
-    MC_SOFTMAX_OF_CHOSEN,
-    MC_SPARSEMIXER,
+    MC_MOST_RANK, MC_PAIRED_HALVES, MC_PAIRED_NEIGHBOURS, MC_PAIRED_NEIGHBOURS_TO_HALVES,
+    MC_SIGMOID, MC_SIGMOID_OF_CHOSEN, MC_SOFTMAX, MC_SOFTMAX_OF_CHOSEN, MC_SPARSEMIXER,
 )
 from moecache.kernels._jobs cimport MC_BF16, MC_F32
 from moecache.kernels._experts cimport Experts
@@ -147,8 +140,9 @@ cdef class Bound:
         self._bind_norm(&layer.forward_out, given.forward_out, hidden)
         self._bind_beside(layer, given)
         layer.has_attention = a is not None
-        if layer.has_attention != (given.attention_norm is not None):
-            raise ConfigError("attention comes with a norm, and a norm with attention")
+        layer.has_forward = forward is not None or router is not None
+        if given.attention_norm is not None and a is None:
+            raise ConfigError("a norm before attention comes with attention")
         if isinstance(a, LatentAttention):
             self._bind_latents(layer, a)
         elif isinstance(a, LinearAttention):
@@ -161,8 +155,8 @@ cdef class Bound:
             self._bind_short(layer, a)
         elif a is not None:
             self._bind_attention(layer, a)
-        if given.forward_norm is None and (forward is not None or router is not None):
-            raise ConfigError("a feed-forward has no norm")
+        if given.forward_norm is not None and not layer.has_forward:
+            raise ConfigError("a norm before a feed-forward comes with one")
         if forward is not None:
             width = forward.up.matrix.rows
             self._bind_linear(&layer.gate, forward.gate, hidden, width)
@@ -191,7 +185,8 @@ cdef class Bound:
         layer.choice.is_normalized = router.is_normalized
         layer.choice.num_best, layer.choice.jitter = router.num_best, router.jitter
         layer.choice.least, layer.choice.floor = router.least, router.floor
-        layer.choice.scale, layer.scales_input = router.scale, router.scales_input
+        layer.choice.scale, layer.choice.cap = router.scale, router.cap
+        layer.scales_input = router.scales_input
         if (
             not 1 <= router.top_k <= layer.choice.num_experts
             or layer.choice.num_experts != self.cache.num_experts
@@ -222,7 +217,7 @@ cdef class Bound:
         beside = given.beside
         layer.is_beside = beside is not None
         if beside is None:
-            if given.forward_out is not None and given.router is not None:
+            if given.forward_out is not None and None not in (given.router, given.forward):
                 raise ConfigError("experts' sum has a norm beside a feed-forward alone")
             return 0
         if given.forward is None or given.router is None or given.router.scales_input:
@@ -241,12 +236,12 @@ cdef class Bound:
         return <const float *>self._own(given)
 
     cdef int _bind_attention(self, Layer *layer, a) except -1:
-        cdef int64_t hidden = self.hidden_size
+        cdef int64_t hidden = self.hidden_size, queries = a.num_heads * a.width
         layer.num_heads, layer.num_kv_heads = a.num_heads, a.num_kv_heads
         layer.width, layer.value_width = a.width, a.value_width
         layer.held, layer.value_held = a.width, a.value_width
         self._bind_rotation(layer, a, a.width)
-        layer.clip, layer.window = a.clip or 0.0, a.window or 0
+        layer.clip, layer.window, layer.value_scale = a.clip or 0.0, a.window or 0, a.value_scale
         layer.has_late_norms, layer.is_chunked = a.has_late_norms, a.is_chunked
         self._bind_temperature(layer, a.temperature)
         if layer.num_kv_heads < 1 or layer.num_heads % layer.num_kv_heads or layer.window < 0:
@@ -256,14 +251,17 @@ cdef class Bound:
             raise ConfigError("queries are followed by gates, and there is a matrix of gates")
         if layer.is_gated and layer.value_width != layer.width:
             raise ConfigError(f"gates of {a.width} numbers for values of {a.value_width}")
-        self._bind_linear(
-            &layer.query, a.query, hidden, layer.num_heads * layer.width * (1 + a.is_gated)
-        )
-        self._bind_linear(&layer.gates, a.gates, hidden, layer.num_heads * layer.width)
+        self._bind_linear(&layer.query, a.query, hidden, queries * (1 + a.is_gated))
+        if a.gate_function == "softplus" and a.gates is not None:
+            has_one = a.gates.matrix.rows == layer.num_heads
+            layer.gated_at_once = layer.width if has_one else 1
+        elif a.gate_function != "sigmoid":
+            raise ConfigError(f"gates are not given to {a.gate_function}")
+        self._bind_linear(&layer.gates, a.gates, hidden, queries // max(1, layer.gated_at_once))
         self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
         self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
         self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
-        self._bind_norm(&layer.query_norm, a.query_norm, layer.num_heads * layer.width)
+        self._bind_norm(&layer.query_norm, a.query_norm, queries)
         self._bind_norm(&layer.key_norm, a.key_norm, layer.num_kv_heads * layer.width)
         self._bind_norm(&layer.value_norm, a.value_norm, layer.num_kv_heads * layer.value_width)
         if a.value is None and layer.value_width != layer.width:

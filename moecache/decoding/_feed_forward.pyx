@@ -20,7 +20,7 @@ cdef void choose(Workspace w, const Layer *layer) noexcept nogil:
     Where a score is on the experts' input, add the feed-forward of all tokens, and scale it.
     """
     cdef int64_t hidden = w.hidden_size, num = w.num_rows, experts = layer.choice.num_experts, i
-    if layer.forward_norm.weight == NULL:
+    if not layer.has_forward:
         return
     norm_rows(&layer.forward_norm, w.hidden, w.normed, num, hidden)
     if not layer.has_experts:
@@ -63,7 +63,7 @@ cdef void add_forward(Workspace w, const Layer *layer) noexcept nogil:
         if layer.is_beside:
             norm_parts(&layer.experts_out, w.added, all)
             mc_add(w.added, w.beside, all, 1.0)
-            norm_parts(&layer.forward_out, w.added, all)
+        norm_parts(&layer.forward_out, w.added, all)
         mc_add(w.hidden, w.added, all, layer.residual)
     if not layer.scales_input and not layer.is_beside:
         _add_shared(w, layer)

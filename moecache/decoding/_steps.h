@@ -127,6 +127,15 @@ static inline void mc_clip(float *values, int64_t num, float bound)
             values[i] = -bound;
 }
 
+/* Multiplies each `each` of `num` numbers by log(1 + exp(gate)), which of large gates is the gate. */
+static inline void mc_softplus_gates(float *x, const float *gates, int64_t num, int64_t each)
+{
+    for (int64_t i = 0; i < num; i += each) {
+        float gate = gates[i / each];
+        mc_scale(x + i, each, gate > 20 ? gate : log1pf(expf(gate)));
+    }
+}
+
 /* What a row sees of its sequence, [kv_heads, positions, width]. */
 typedef struct {
     uint8_t *keys, *values; /* of its first head */
@@ -279,6 +288,7 @@ typedef struct {
     int kind, is_normalized;
     float least, floor, scale; /* added to the sum of weights; its least; multiplies the weights */
     float jitter;
+    float cap; /* logits are cap * tanh(logits / cap), unless it is 0 */
     const float *expert_scales; /* multiply an expert's weight, or NULL */
     const float *correction; /* added to scores for the choice alone, or NULL */
 } mc_router;
@@ -344,6 +354,8 @@ static inline void mc_route(
     const mc_router *r, float *logits, float *scratch, int32_t *ids, float *weights)
 {
     float *choice = logits;
+    for (int64_t i = 0; r->cap > 0 && i < r->num_experts; i++)
+        logits[i] = tanhf(logits[i] / r->cap) * r->cap;
     if (r->kind == MC_SPARSEMIXER) {
         mc_sparsemixer(r, logits, ids, weights);
         return;

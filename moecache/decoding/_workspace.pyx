@@ -4,7 +4,7 @@ cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from moecache.decoding._bound cimport Bound, Layer, Linear, Norm
 from moecache.decoding._steps cimport MC_MOST_TILE, mc_layer_norm, mc_norm
@@ -203,8 +203,11 @@ cdef void norm_row(const Norm *norm, const float *x, float *out) noexcept nogil:
 cdef void norm_rows(
     const Norm *norm, const float *x, float *out, int64_t num, int64_t step
 ) noexcept nogil:
-    """Write the norms of rows that begin `step` numbers apart."""
+    """Write the norms of rows that begin `step` numbers apart; the rows, if there is no norm."""
     cdef int64_t i
+    if norm.weight == NULL:
+        memcpy(out, x, <size_t>(num * step) * sizeof(float))
+        return
     for i in range(num):
         norm_row(norm, x + i * step, out + i * step)
 

@@ -113,6 +113,11 @@ class Attention:
         head gives: `query` is [2 * num_heads * width, inputs].
     gates : Linear [num_heads * width, inputs], optional
         The matrix of these numbers, where they do not follow queries.
+    gate_function : {"sigmoid", "softplus"}
+        What these numbers become. Of "softplus" there may be one for each head:
+        [num_heads, inputs].
+    value_scale : float, default 1
+        Multiplies values.
     """
 
     query: Linear
@@ -136,6 +141,8 @@ class Attention:
     temperature: Temperature | None = None
     is_gated: bool = False
     gates: Linear | None = None
+    gate_function: str = "sigmoid"
+    value_scale: float = 1.0
 
     @property
     def held(self) -> tuple[int, int, int]:

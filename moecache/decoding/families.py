@@ -1,7 +1,8 @@
 """The families that have a recipe: a row for each, of transformers' classes that it is made of.
 
-Their layers are x + attention(norm(x)), then x + block(norm(x)); attention has q_proj, k_proj,
-v_proj and o_proj, or DeepSeek's latents. What differs is said here. Attributes are named by paths.
+Their layers are x + attention(norm(x)), then x + block(norm(x)), or have norms behind these alone;
+attention has q_proj, k_proj, v_proj and o_proj, or DeepSeek's latents. What differs is said here.
+Attributes are named by paths.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +33,9 @@ class Family:
     num_best : int
         Of a group, whose scores are its own.
     scale : str, optional
-        Attribute of the router that multiplies weights, if it has no groups.
+        Attribute of the router, or of the block, that multiplies weights, if it has no groups.
+    router_cap : str, optional
+        Attribute of the router that has the bound of its logits, if it is not 0.
     scales_input : bool, default False
         Whether a weight multiplies the input of a token's only expert.
     shared : str, optional
@@ -47,22 +50,29 @@ class Family:
         Whether these come after the rotation.
     pairs : str
         What a rotation turns together, as `Rotation` says it.
+    bases : str, optional
+        Attribute of the configuration that has the base of each layer's rotation, 0 where nothing
+        is turned.
     turns_windows : bool, default False
         Whether layers that see all positions turn nothing, beside those with windows.
     linear : str, optional
         Attribute of a layer that has linear attention, a state space or a convolution instead.
     is_single : bool, default False
         Whether a layer has a norm and one part: attention, a state space or a feed-forward.
-    layer_norms : (str, str)
-        Attributes of a layer that has two parts: the norms before them.
+    layer_norms : (str, str), optional
+        Attributes of a layer that has two parts: the norms before them, if there are some.
     part_norms : (str, str), optional
         And the norms of their results.
+    block_norm : str, optional
+        Attribute of a block that has experts: the norm of its result.
     attention, out : str
         Attributes of a layer, and of its attention, that have attention and its last product.
     is_gated : bool, default False
         Whether queries are followed by gates of what attention gives.
     gates : str, optional
         Attribute of attention that has the gates' matrix, where they do not follow queries.
+    gate_function : str
+        What gates become, as `Attention` says it.
     adds_one : bool, default False
         Whether norms of the residual stream, of queries and of keys are weighted by 1 and more.
     is_beside : bool, default False
@@ -78,7 +88,9 @@ class Family:
     clip : str, optional
         Attribute of the configuration that has the bound of queries, keys and values.
     sinks : str, optional
-        Attribute of attention that has the logits beside those of positions.
+        Attribute of attention that has the logits beside those of positions; it may be `None`.
+    value_scale : str, optional
+        Attribute of attention that multiplies values.
     residual, embedding, logits : str, optional
         Attributes of a layer, of the inner model and of the configuration that scale what is added
         to hidden states, embeddings, and (by division) logits.
@@ -98,6 +110,7 @@ class Family:
     has_groups: bool = False
     num_best: int = 2
     scale: str | None = None
+    router_cap: str | None = None
     scales_input: bool = False
     shared: str | None = None
     is_shared_beside: bool = False
@@ -105,15 +118,18 @@ class Family:
     norms: tuple[str, str] = ("q_norm", "k_norm")
     has_late_norms: bool = False
     pairs: str = "halves"
+    bases: str | None = None
     turns_windows: bool = False
     linear: str | None = None
     is_single: bool = False
-    layer_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    layer_norms: tuple[str, str] | None = ("input_layernorm", "post_attention_layernorm")
     part_norms: tuple[str, str] | None = None
+    block_norm: str | None = None
     attention: str = "self_attn"
     out: str = "o_proj"
     is_gated: bool = False
     gates: str | None = None
+    gate_function: str = "sigmoid"
     adds_one: bool = False
     is_beside: bool = False
     cap: str | None = None
@@ -121,6 +137,7 @@ class Family:
     is_scaled: bool = False
     clip: str | None = None
     sinks: str | None = None
+    value_scale: str | None = None
     residual: str | None = None
     embedding: str | None = None
     logits: str | None = None
@@ -177,6 +194,9 @@ FAMILIES = {
     ),
     ("mixtral", "MixtralAttention", "MixtralSparseMoeBlock"): Family(is_normalized=True),
     ("olmoe", "OlmoeAttention", "OlmoeSparseMoeBlock"): Family(clip="clip_qkv"),
+    ("flex_olmo", "FlexOlmoAttention", "FlexOlmoSparseMoeBlock"): Family(
+        layer_norms=None, part_norms=("post_attention_layernorm", "post_feedforward_layernorm")
+    ),
     ("afmoe", "AfmoeAttention", "AfmoeSparseMoeBlock"): Family(
         router="router",
         router_weight="gate",
@@ -191,6 +211,16 @@ FAMILIES = {
         part_norms=("post_attention_layernorm", "post_mlp_layernorm"),
         gates="gate_proj",
         scales_by_root="mup_enabled",
+    ),
+    ("laguna", "LagunaAttention", "LagunaSparseMoeBlock"): Family(
+        scores="sigmoid",
+        is_normalized=True,
+        correction="gate.e_score_correction_bias",
+        scale="routed_scaling_factor",
+        router_cap="router_logit_softcapping",
+        shared="shared_experts",
+        gates="g_proj",
+        gate_function="softplus",
     ),
     ("glm4_moe", "Glm4MoeAttention", "Glm4MoeMoE"): _SIGMOID,
     ("glm4v_moe", "Glm4vMoeTextAttention", "Glm4vMoeTextMoE"): _SIGMOID,
@@ -219,6 +249,15 @@ FAMILIES = {
         is_latent=True,
         linear="self_attn",
         gates="g_proj",
+    ),
+    ("axk1", "AXK1Attention", "AXK1MoE"): replace(
+        _SIGMOID,
+        pairs="neighbours to halves",
+        is_latent=True,
+        block_norm="post_mlp_layernorm",
+    ),
+    ("mimo_v2_flash", "MiMoV2FlashAttention", "MiMoV2FlashMoE"): replace(
+        _SIGMOID, shared=None, sinks="sinks", value_scale="v_scale"
     ),
     ("mistral4", "Mistral4Attention", "Mistral4MoE"): replace(
         _SIGMOID,
@@ -266,6 +305,13 @@ FAMILIES = {
     ("granitemoehybrid", "GraniteMoeHybridAttention", "GraniteMoeHybridMoE"): replace(
         _GRANITE, shared="shared_mlp", is_shared_beside=True, linear="mamba"
     ),
+    ("granitemoe_swa", "GraniteMoeSWAAttention", "GraniteMoeSWAMoE"): replace(
+        _GRANITE,
+        shared="shared_mlp",
+        is_shared_beside=True,
+        sinks="sinks",
+        bases="layer_rope_theta",
+    ),
     ("nemotron_h", "NemotronHAttention", "NemotronHMoE"): replace(
         _SIGMOID, block="mixer", attention="mixer", linear="mixer", is_single=True
     ),
@@ -299,7 +345,7 @@ FAMILIES = {
 # Of transformers' `model_type` and of GGUF's architecture, without what separates their parts.
 _MODEL_TYPES = {name.replace("_", "") for name, _, _ in FAMILIES}
 _MODEL_TYPES |= {"kimik2", "deepseek2", "hunyuanmoe", "llama", "qwen35moetext", "gemma4text"}
-_MODEL_TYPES |= {"bailingmoe3", "granitehybrid", "nemotronhmoe", "llama4text"}
+_MODEL_TYPES |= {"bailingmoe3", "granitehybrid", "nemotronhmoe", "llama4text", "mimo2"}
 _WITHOUT_KERNELS = {"longcatflash", "step3p7"}
 # A score weights their experts' input, which kernels on a GPU do not know.
 _WITHOUT_KERNELS_ON_GPU = {"llama4", "llama4text"}

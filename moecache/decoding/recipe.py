@@ -72,6 +72,8 @@ class Router:
         Of "sparsemixer".
     scales_input : bool, default False
         Whether the weight of a token's only expert multiplies its input, and not its result.
+    cap : float, default 0
+        If it is not 0, logits are cap * tanh(logits / cap).
     """
 
     linear: Linear
@@ -88,6 +90,7 @@ class Router:
     expert_scales: np.ndarray | None = None
     jitter: float = 0.0
     scales_input: bool = False
+    cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,14 @@ class Beside:
 
     Parameters
     ----------
-    router, experts : Norm
-        Of hidden states, for the router and for the experts.
+    router, experts : Norm, optional
+        Of hidden states, for the router and for the experts, which are given these without it.
     forward_out, experts_out : Norm, optional
         Of the feed-forward's result, and of the experts' sum.
     """
 
-    router: Norm
-    experts: Norm
+    router: Norm | None
+    experts: Norm | None
     forward_out: Norm | None = None
     experts_out: Norm | None = None
 
@@ -136,13 +139,15 @@ class Layer:
     Parameters
     ----------
     attention_norm : Norm, optional
+        Without it attention is given x.
     attention : Attending, optional
-        Without these two a layer is a feed-forward alone; its page is `None`.
+        Without it a layer is a feed-forward alone; its page is `None`.
     forward_norm : Norm, optional
-        Without it a layer is attention alone.
+        Without it the feed-forward and the experts are given x.
     forward : FeedForward, optional
         Of every token: instead of experts, or the shared ones beside them.
     router : Router, optional
+        Without it and `forward` a layer is attention alone.
     experts : Experts, optional
         Kernel of the layer's slots.
     number : int, default -1

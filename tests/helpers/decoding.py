@@ -190,6 +190,21 @@ KINDS = {
         value_width=10,
         gates=linear(HEADS * 10, HIDDEN),
     ),
+    "softplus gates": grouped(
+        value=linear(20, HIDDEN),
+        out=linear(HIDDEN, HEADS * 10),
+        value_width=10,
+        gates=linear(HEADS * 10, HIDDEN),
+        gate_function="softplus",
+    ),
+    "gates of heads": grouped(
+        value=linear(20, HIDDEN),
+        out=linear(HIDDEN, HEADS * 10),
+        value_width=10,
+        gates=linear(HEADS, HIDDEN),
+        gate_function="softplus",
+        value_scale=0.7,
+    ),
     "linear": recurrent(),
     "linear tiled": recurrent(is_tiled=True, kernel=1),
     "linear joined": recurrent(is_joined=True),
@@ -213,8 +228,10 @@ def times(layer: Linear, x: np.ndarray) -> np.ndarray:
     return x @ weight.T + (0 if layer.bias is None else layer.bias)
 
 
-def normed(made: Norm, x: np.ndarray) -> np.ndarray:
-    """Return rows, normed in parts of the norm's width."""
+def normed(made: Norm | None, x: np.ndarray) -> np.ndarray:
+    """Return rows, normed in parts of the norm's width; as they are if there is no norm."""
+    if made is None:
+        return x
     parts = x.reshape(-1, made.weight.size)
     if made.bias is not None:
         parts = parts - parts.mean(1, keepdims=True)
@@ -402,6 +419,7 @@ class Oracle:
             q, k = normed(a.query_norm, q), normed(a.key_norm, k)
         if a.clip is not None:
             q, k, v = (np.clip(one, -a.clip, a.clip) for one in (q, k, v))
+        v = v * a.value_scale
         q = turned(a.rotation, q.reshape(a.num_heads, -1), position)
         k = turned(a.rotation, k.reshape(a.num_kv_heads, -1), position)
         if a.has_late_norms:
@@ -419,8 +437,10 @@ class Oracle:
             sink = -np.inf if a.sinks is None else float(a.sinks[head])
             out.append(attended(keys @ q[head] * a.scale, values, sink))
         mixed = np.concatenate(out)
-        has_gates = a.is_gated or a.gates is not None
-        return times(a.out, mixed * sigmoid(gates) if has_gates else mixed)
+        if a.is_gated or a.gates is not None:
+            gates = np.log1p(np.exp(gates)) if a.gate_function == "softplus" else sigmoid(gates)
+            mixed = (mixed.reshape(gates.size, -1) * gates[:, None]).reshape(-1)
+        return times(a.out, mixed)
 
     def forward(self, forward: FeedForward, x: np.ndarray) -> np.ndarray:
         """Return a feed-forward's result."""
@@ -435,13 +455,13 @@ class Oracle:
         """Return a token's logits."""
         x = embedding.astype(np.float64)
         for number, layer in enumerate(self.recipe.layers):
-            if layer.attention_norm is not None:
+            if layer.attention is not None:
                 given = normed(layer.attention_norm, x)
-                x = x + layer.scale * self.attention(number, given, position)
-            if layer.forward_norm is not None:
-                assert layer.forward is not None
+                added = self.attention(number, given, position)
+                x = x + layer.scale * normed(layer.attention_out, added)
+            if layer.forward is not None:
                 forward = self.forward(layer.forward, normed(layer.forward_norm, x))
-                x = x + layer.scale * forward
+                x = x + layer.scale * normed(layer.forward_out, forward)
         return times(self.recipe.head, normed(self.recipe.norm, x))
 
 
@@ -456,6 +476,9 @@ def recipe_of(kind: str) -> Recipe:
         alone = replace(layer, forward_norm=None, forward=None)
         behind = Layer(None, None, norm(HIDDEN), UNGATED, scale=0.7)
         layers = (alone, behind, behind, alone, layer)
+    if kind == "norms":
+        bare = Layer(None, KINDS[kind], None, UNGATED, scale=0.7)
+        layers = (layer, replace(bare, attention_out=norm(HIDDEN), forward_out=norm(HIDDEN)))
     return Recipe(HIDDEN, layers, norm(HIDDEN), linear(VOCABULARY, HIDDEN))
 
 

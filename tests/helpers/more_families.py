@@ -249,7 +249,8 @@ _MEMBERS = (
         has_interface=False,
     ),
     _of("mellum", "Mellum"),
-    _of("mimo_v2_flash", "MiMoV2Flash"),
+    # Of so many numbers of a head a third, which is turned, is even.
+    _of("mimo_v2_flash", "MiMoV2Flash", {"head_dim": 24}),
     _of("minimax", "MiniMax"),
     _of("minimax_m3_vl", "MiniMaxM3VL", config_suffix="TextConfig"),
     _of("mistral4", "Mistral4", _LATENT),

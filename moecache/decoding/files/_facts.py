@@ -1,6 +1,6 @@
 """Facts of a model of files: its sizes and choices, whatever its family calls them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moecache.decoding.attending import Temperature
@@ -86,6 +86,8 @@ class Facts:
     hidden_size, vocabulary, num_layers, context : int
         Positions that a text may have are the last.
     num_heads : int
+        Heads of queries, at most.
+    heads_of_layers : sequence of int
     num_experts, top_k : int
     rank : int or None
         Numbers of a latent that keys and values are made of.
@@ -103,7 +105,10 @@ class Facts:
         self.vocabulary: int = settings["vocab_size"]
         self.num_layers: int = settings["num_hidden_layers"]
         self.context = _context(settings)
-        self.num_heads: int = settings["num_attention_heads"]
+        self.heads_of_layers: Sequence[int] = settings.get(
+            "num_attention_heads_per_layer", [settings["num_attention_heads"]] * self.num_layers
+        )
+        self.num_heads = max(self.heads_of_layers)
         self.top_k: int = self._first("num_experts_per_tok", "top_k_experts")
         self.num_experts: int = self._first(
             "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
@@ -122,7 +127,13 @@ class Facts:
 
     def heads(self, block: int) -> Heads:
         """Return the sizes of a layer's attention, if it has keys and values."""
-        return self._heads["" if "" in self._heads else str(self._kind(block))]
+        if "" in self._heads:
+            return self._heads[""]
+        kinds = self.settings.get("rope_kinds")
+        if kinds is None:
+            return self._heads[str(self._kind(block))]
+        # A layer that turns nothing has the heads of any other.
+        return self._heads[kinds[block] or next(iter(self._heads))]
 
     def all_heads(self) -> list[Heads]:
         """Return those of all kinds of layers, in the order of their angles."""
@@ -163,6 +174,11 @@ class Facts:
     def has_head_norms(self) -> bool:
         """Whether queries and keys have norms."""
         return bool(self.known.head_norms) and bool(self.settings.get("use_qk_norm", True))
+
+    @property
+    def has_norms_before(self) -> bool:
+        """Whether attention and feed-forward are given norms of hidden states."""
+        return self.family.layer_norms is not None
 
     @property
     def is_still(self) -> bool:
@@ -243,7 +259,7 @@ class Facts:
     def experts_scale(self) -> float:
         """What multiplies experts' weights."""
         names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
-        return float(self._first(*names, usual=1.0))
+        return float(self._first(*names, "moe_routed_scaling_factor", usual=1.0))
 
     @property
     def jitter(self) -> float:
@@ -304,6 +320,8 @@ class Facts:
         turns = self.settings.get("no_rope_layers")  # 0 for a layer that turns nothing
         is_still = self.family.turns_windows and self.window(block) is None
         is_still |= turns is not None and not turns[block]
+        kinds = self.settings.get("rope_kinds")  # `None` for a layer that turns nothing
+        is_still |= kinds is not None and kinds[block] is None
         return 0 if is_still else self.heads(block).turned
 
     def temperature(self, block: int) -> Temperature | None:
@@ -335,10 +353,11 @@ class Facts:
         if kind == _FULL:
             num, width = said["num_global_key_value_heads"], said["global_head_dim"]
         width = width or self.hidden_size // self.num_heads
+        value_width = said.get("v_head_dim", width)
         if rope is _STILL:
-            return Heads(num, width, width, 0, first)
+            return Heads(num, width, value_width, 0, first)
         share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1)
-        return Heads(num, width, width, int(width * share), first)
+        return Heads(num, width, value_width, int(width * share), first)
 
     def _kind(self, block: int) -> str | None:
         kinds = self._first("layer_types", "layers_block_type", usual=None)

@@ -56,10 +56,10 @@ class LayerReader:
         at, facts, trunk = f"blk.{block}", self._facts, self._trunk
         router, experts, number, forward, latents = None, None, -1, None, None
         has_attention, has_forward = True, facts.has_forward(block)
-        before = behind = self.norm(f"{at}.attn_norm")
+        before = behind = self.norm(f"{at}.attn_norm") if facts.has_norms_before else None
         if facts.family.is_single:
             has_attention = not has_forward
-        else:
+        elif facts.has_norms_before:
             behind = self.norm(f"{at}.{facts.known.forward_norm}")
         if has_forward and facts.is_dense(block):
             forward = self._feed_forward(at, "")
@@ -91,11 +91,13 @@ class LayerReader:
         facts, at = self._facts, f"blk.{block}"
         if facts.family.is_beside:
             return self._beside(at)
-        if facts.known.part_norms is None:
-            return {}
-        attention_out, forward_out = (self.norm(f"{at}.{name}") for name in facts.known.part_norms)
-        found = {"attention_out": attention_out, "forward_out": forward_out}
-        if facts.is_dense(block):
+        found: dict[str, Any] = {}
+        if facts.known.part_norms is not None:
+            norms = (self.norm(f"{at}.{name}") for name in facts.known.part_norms)
+            found = dict(zip(("attention_out", "forward_out"), norms, strict=True))
+        if facts.known.sum_norm is not None and not facts.is_dense(block):
+            found["forward_out"] = self.norm(f"{at}.{facts.known.sum_norm}")
+        if not found or facts.is_dense(block) or not facts.shared_width:
             return found
         # Both are given the same, and neither's result has a norm before their sum has one.
         given = self.norm(f"{at}.{facts.known.forward_norm}")
@@ -142,6 +144,7 @@ class LayerReader:
             expert_scales=trunk.numbers(f"{at}.ffn_down_exps.scale") if family.is_beside else None,
             jitter=facts.jitter,
             scales_input=family.scales_input,
+            cap=float(facts.settings.get("moe_router_logit_softcapping", 0.0)),
         )
 
     def _feed_forward(self, at: str, suffix: str) -> FeedForward:
@@ -167,7 +170,7 @@ class LayerReader:
     def _attention(self, block: int) -> Attention:
         at, facts, trunk = f"blk.{block}", self._facts, self._trunk
         family, heads = facts.family, facts.heads(block)
-        norms = [f"{at}.attn_{part}_norm" for part in "qk"]
+        norms, sinks = [f"{at}.attn_{part}_norm" for part in "qk"], f"{at}.attn_sinks.weight"
         query, key = (self.norm(name) if f"{name}.weight" in trunk else None for name in norms)
         if facts.has_head_norms and facts.known.head_norms == "plain" and facts.turned(block):
             query = key = self._plain_norm(heads.width)
@@ -176,7 +179,7 @@ class LayerReader:
             trunk.linear(f"{at}.attn_k"),
             trunk.linear(f"{at}.attn_v") if facts.has_values(block) else None,
             trunk.linear(f"{at}.attn_output"),
-            num_heads=facts.num_heads,
+            num_heads=facts.heads_of_layers[block],
             num_kv_heads=heads.num_kv_heads,
             width=heads.width,
             value_width=heads.value_width,
@@ -187,12 +190,14 @@ class LayerReader:
             value_norm=self._plain_norm(heads.value_width) if family.is_beside else None,
             has_late_norms=family.has_late_norms,
             clip=None if family.clip is None else facts.settings.get(family.clip),
-            sinks=None if family.sinks is None else trunk.numbers(f"{at}.attn_sinks.weight"),
+            sinks=trunk.numbers(sinks) if sinks in trunk else None,
             window=facts.window(block),
             is_chunked=facts.is_chunked(block),
             temperature=facts.temperature(block),
             is_gated=family.is_gated,
             gates=trunk.linear(f"{at}.attn_gate") if family.gates else None,
+            gate_function=family.gate_function,
+            value_scale=float(facts.settings.get("attention_value_scale", 1.0)),
         )
 
     def _plain_norm(self, width: int) -> Norm:

@@ -133,11 +133,15 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
                 yield name, (facts.all_heads()[0].turned // 2,)
     for block in range(facts.num_layers):
         at = f"blk.{block}"
-        yield from _norm(facts, f"{at}.attn_norm")
-        if not facts.family.is_single:
+        if facts.has_norms_before:
+            yield from _norm(facts, f"{at}.attn_norm")
+        if facts.has_norms_before and not facts.family.is_single:
             yield from _norm(facts, f"{at}.{facts.known.forward_norm}")
         for name in facts.known.part_norms or ():
             yield from _norm(facts, f"{at}.{name}")
+        sum_norm = facts.known.sum_norm and f"{at}.{facts.known.sum_norm}"
+        if sum_norm and (not facts.is_dense(block) or f"{sum_norm}.weight" in found):
+            yield from _norm(facts, sum_norm)
         if facts.is_linear(block):
             yield from stateful_tensors(facts, at, found)
         elif facts.has_keys(block):
@@ -153,20 +157,24 @@ def _wanted(facts: Facts, found: Shapes) -> Wanted:
 
 def _attention(facts: Facts, block: int) -> Wanted:
     at, hidden = f"blk.{block}", facts.hidden_size
-    num_kv_heads, width, *_ = facts.heads(block)
-    heads, keys = facts.num_heads * width, num_kv_heads * width
-    if facts.family.sinks is not None:
-        yield f"{at}.attn_sinks.weight", (facts.num_heads,)
+    num_kv_heads, width, value_width, *_ = facts.heads(block)
+    num_heads = facts.heads_of_layers[block]
+    heads, keys, values = num_heads * width, num_kv_heads * width, num_kv_heads * value_width
+    may_be_whole = facts.settings.get("add_full_attention_sink_bias", True)
+    if facts.family.sinks is not None and (may_be_whole or facts.window(block) is not None):
+        yield f"{at}.attn_sinks.weight", (num_heads,)
     queries = heads * (1 + facts.family.is_gated)
-    projections = {"attn_q": queries, "attn_k": keys, "attn_v": keys}
+    projections = {"attn_q": queries, "attn_k": keys, "attn_v": values}
     if not facts.has_values(block):
         del projections["attn_v"]
     for name, rows in projections.items():
         yield from _linear(f"{at}.{name}", rows, hidden, has_bias=facts.is_biased)
     if facts.family.gates:
-        yield f"{at}.attn_gate.weight", (heads, hidden)
+        by_heads = facts.settings.get("gating") == "per-head"
+        yield f"{at}.attn_gate.weight", (num_heads if by_heads else heads, hidden)
     has_out_bias = facts.is_biased and facts.known.has_out_bias
-    yield from _linear(f"{at}.attn_output", hidden, heads, has_bias=has_out_bias)
+    out = num_heads * value_width
+    yield from _linear(f"{at}.attn_output", hidden, out, has_bias=has_out_bias)
     if facts.has_head_norms and facts.known.head_norms != "plain":
         is_each = facts.known.head_norms == "each"
         yield f"{at}.attn_q_norm.weight", (width if is_each else heads,)

@@ -34,6 +34,9 @@ class Known:
         Tensors of the norms before a feed-forward, and before the head.
     part_norms : (str, str), optional
         Tensors of the norms of what a layer's attention, and what its feed-forward, gives.
+    sum_norm : str, optional
+        Tensor of the norm of what experts, and the feed-forward beside them, give. Layers without
+        experts may have one that is not used.
     has_layer_norms : bool
         Whether norms take the mean off, and have biases.
     head_norms : {"", "each", "all", "plain"}
@@ -59,6 +62,7 @@ class Known:
     forward_norm: str = "ffn_norm"
     out_norm: str = "output_norm"
     part_norms: tuple[str, str] | None = None
+    sum_norm: str | None = None
     has_layer_norms: bool = False
     head_norms: str = ""
     has_out_bias: bool = True

@@ -72,7 +72,7 @@ class FileModel:
             for rope, heads in zip(facts.ropes.values(), facts.all_heads(), strict=True)
         ]
         self._frequencies = np.concatenate([found for found, _ in tables])
-        self._turn_scale = tables[0][1]
+        self._turn_scales = np.concatenate([np.full(len(found), scale) for found, scale in tables])
         if family.is_beside and FACTORS in self.tensors.tensor_shapes:
             self._check_factors()
 
@@ -139,7 +139,7 @@ class FileModel:
     def angles(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return cosines and sines of positions, float32 [num_positions, num_angles] each."""
         turned = positions[:, None].astype(np.float32) * self._frequencies
-        return np.cos(turned) * self._turn_scale, np.sin(turned) * self._turn_scale
+        return np.cos(turned) * self._turn_scales, np.sin(turned) * self._turn_scales
 
     def recipe(self, trunk: Trunk, kernel_of: Callable[[int], tuple[int, SlotKernel]]) -> Recipe:
         """Return the recipe.

@@ -125,6 +125,13 @@ class Config:
             return list(found)
         raise self.unsupported(name)
 
+    def bases(self, name: str, usual: Sequence[float]) -> list[float | None]:
+        """Return the base of each layer's rotation; `None` for 0, of those that turn nothing."""
+        found = self.get(name, usual)
+        if not isinstance(found, list) or len(found) != self.num_layers:
+            raise self.unsupported(name)
+        return [self._real(name, base, 1.0) if base else None for base in found]
+
     @property
     def is_tied(self) -> bool | None:
         """Whether the head is the embedding; `None` if that is not said.
@@ -135,13 +142,22 @@ class Config:
         said = self.whole("tie_embedding") if said is None else said
         return said if isinstance(said, bool) else None
 
-    def rope_of(self, kind: str) -> dict[str, Any]:
-        """Return those of the `rope_parameters` that are for one kind of layers."""
+    def rope_of(self, kind: str, *known: str, share: float = 1.0) -> dict[str, Any]:
+        """Return those of the `rope_parameters` that are for one kind of layers.
+
+        Parameters
+        ----------
+        kind : str
+        known : str
+            Types that such a rotation may have beside "default".
+        share : float, default 1
+            Of a head, that is turned where nothing says it.
+        """
         said = self.get("rope_parameters", {})
         own = said.get(kind) if isinstance(said, dict) else None
         if not isinstance(own, dict):
             raise self.unsupported("rope_parameters")
-        return self._rope("rope_parameters", own, 1.0, ("default", "proportional"))
+        return self._rope("rope_parameters", own, share, ("default", *known))
 
     def rope(self, share: float = 1.0, *, is_partial: bool = False) -> dict[str, Any]:
         """Return the `rope_parameters`, as transformers of any release writes them.

@@ -17,11 +17,12 @@ _LAYER = re.compile(r"(.*?)layers\.(\d{1,9})\.(.*)")
 _HEAD = re.compile(r"(?:.*\.)?lm_head\.(weight|bias)")
 _OUT_NORMS = ("norm", "embedding_norm", "norm_f")
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embeddings.weight")
-# Of families with norms before and behind both parts.
+# Of families with norms behind both parts.
 _PART_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_mlp_layernorm": "ffn_norm",
     "post_mlp_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 # Modules of a layer, and parameters that are no module's weight or bias.
 _MODULES = {
@@ -47,6 +48,7 @@ _MODULES = {
     "mlp.router": "ffn_gate_inp",
     "mlp.router.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
     "shared_mlp.input_linear": "ffn_gate_shexp",
     "shared_mlp.output_linear": "ffn_down_shexp",
     "self_attn.gate_proj": "attn_gate",
@@ -129,11 +131,11 @@ _HALVES = (".ffn_gate_shexp.weight", ".ffn_up_shexp.weight")
 _CORRECTION = "exp_probs_b.bias"
 _STATEFUL = ("linear_attn", "self_attn", "attention", "mixer", "mamba")
 _PARAMETERS = {
-    "self_attn.sinks": "attn_sinks.weight",
+    **{f"self_attn.{name}": "attn_sinks.weight" for name in ("sinks", "attention_sink_bias")},
     **{
         f"{module}.e_score_correction_bias": _CORRECTION
         for module in (
-            *("mlp", "mlp.gate", "mlp.moe_statics", "mixer.gate"),
+            *("mlp", "mlp.gate", "mlp.moe_statics", "mlp.experts", "mixer.gate"),
             *("block_sparse_moe", "block_sparse_moe.gate"),
         )
     },
@@ -209,6 +211,8 @@ class RenamedStore:
         self._store, self._num_layers, self._adds_one = store, num_layers, adds_one
         self._has_wide_routers = has_wide_routers
         usual = {"post_attention_layernorm": known.forward_norm}
+        if known.sum_norm is not None:
+            usual["post_mlp_layernorm"] = known.sum_norm
         norms = _PART_NORMS if known.part_norms else _BESIDE if is_beside else usual
         self._modules = {**_MODULES, **_MIXERS, **norms}
         self._out_norm = known.out_norm

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moecache.decoding.safetensors import _settings, _stateful
+from moecache.decoding.safetensors import _layered, _settings, _stateful
 from moecache.decoding.safetensors._config import Config
 
 # transformers' configurations have one of these.
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PART_NORMS = ("post_attention_norm", "post_ffw_norm")
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
@@ -46,6 +47,8 @@ class Row:
         What the activation of feed-forwards is called, and the values that it may have.
     names : mapping of str to str
         What keys are called that have other names, by the usual ones.
+    ways : mapping
+        Fields of `Known` that are otherwise than those of GGUF files.
     """
 
     known: str
@@ -61,6 +64,7 @@ class Row:
     stored: str = "rows"
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     names: Mapping[str, str] = field(default_factory=dict)
+    ways: Mapping[str, Any] = field(default_factory=dict)
 
 
 def settings_of(config: Config, row: Row) -> dict[str, Any]:
@@ -107,6 +111,7 @@ _KIMI_NAMES = {
 ROWS: Mapping[str, Row] = {
     "afmoe": Row("afmoe", "Afmoe", _settings.afmoe, head_dim=128),
     "bailing_hybrid": Row("bailingmoe3", "BailingHybrid", _stateful.bailing, names=_KIMI_NAMES),
+    "axk1": Row("deepseek2", "AXK1", _settings.axk1, ways={"sum_norm": "post_ffw_norm"}),
     "deepseek_v2": Row("deepseek2", "DeepseekV2", _settings.deepseek2),
     "deepseek_v3": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "dots1": Row("dots1", "Dots1", _settings.dots1),
@@ -114,10 +119,11 @@ ROWS: Mapping[str, Row] = {
         "ernie4_5-moe", "Ernie4_5_Moe", _settings.ernie, is_tied=True, has_wide_routers=True
     ),
     "exaone_moe": Row("exaone-moe", "ExaoneMoe", _settings.exaone),
+    "flex_olmo": Row("olmoe", "FlexOlmo", _settings.olmoe, ways={"part_norms": _PART_NORMS}),
     "gemma4_text": Row(
         "gemma4",
         "Gemma4",
-        _settings.gemma4,
+        _layered.gemma4,
         is_tied=True,
         share=0.0,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
@@ -135,6 +141,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "granitemoe": Row("granitemoe", "GraniteMoe", _settings.granite),
     "granitemoehybrid": Row("granitehybrid", "GraniteMoeHybrid", _stateful.granite_hybrid),
+    "granitemoe_swa": Row("granitemoe", "GraniteMoeSWA", _layered.granite_swa, share=0.0),
     "granitemoeshared": Row("granitemoe", "GraniteMoeShared", _settings.granite_shared),
     "hunyuan_v1_moe": Row(
         "hunyuan-moe", "HunYuanMoEV1", _settings.hunyuan, share=0.0, has_wide_routers=True
@@ -144,9 +151,18 @@ ROWS: Mapping[str, Row] = {
     "kimi_linear": Row(
         "kimi-linear", "KimiLinear", _stateful.kimi_linear, share=0.0, names=_KIMI_NAMES
     ),
+    "laguna": Row("qwen3moe", "Laguna", _layered.laguna, head_dim=128, share=0.0),
     "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, stored="columns"),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
-    "mellum": Row("qwen3moe", "Mellum", _settings.mellum, head_dim=128, share=0.0),
+    "mellum": Row("qwen3moe", "Mellum", _layered.mellum, head_dim=128, share=0.0),
+    "mimo_v2_flash": Row(
+        "glm4moe",
+        "MiMoV2Flash",
+        _layered.mimo,
+        head_dim=192,
+        share=0.0,
+        ways={"head_norms": ""},
+    ),
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
     ),

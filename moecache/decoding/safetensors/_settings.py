@@ -264,6 +264,21 @@ def glm4_lite(config: Config) -> dict[str, Any]:
     }
 
 
+def axk1(config: Config) -> dict[str, Any]:
+    config.require("topk_method", "noaux_tc")
+    config.require("rope_interleave", True)
+    for name in ("n_group", "topk_group"):
+        config.size(name, least=1)
+    first = config.size("first_k_dense_replace", 1)
+    usual = ["dense" if layer < first else "sparse" for layer in range(config.num_layers)]
+    return {
+        **chosen(config),
+        **latent_sizes(config),
+        "intermediate_size": config.size("intermediate_size", least=1),
+        "mlp_layer_types": config.kinds("mlp_layer_types", ("dense", "sparse"), usual),
+    }
+
+
 def mistral4(config: Config) -> dict[str, Any]:
     config.require("rope_interleave", True)
     sizes = latent_sizes(config)
@@ -332,59 +347,4 @@ def hunyuan(config: Config) -> dict[str, Any]:
         "intermediate_size": config.size("intermediate_size", least=1),
         "attention_bias": config.flag("attention_bias", False),
         "rope_parameters": config.stretched_rope(config.size("head_dim", usual, least=1)),
-    }
-
-
-def mellum(config: Config) -> dict[str, Any]:
-    num = config.num_layers
-    kinds = config.kinds("layer_types", (SLIDING, FULL), [FULL] * num)
-    return {
-        "mlp_layer_types": config.kinds("mlp_layer_types", ("dense", "sparse"), ["sparse"] * num),
-        "intermediate_size": config.size("intermediate_size"),
-        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
-        "norm_topk_prob": config.flag("norm_topk_prob", True),
-        "attention_bias": config.flag("attention_bias", False),
-        "layer_types": kinds,
-        "sliding_window": int(config.real("sliding_window")),
-        "rope_parameters": {kind: config.rope_of(kind) for kind in sorted({*kinds})},
-        "num_global_key_value_heads": config.size("num_key_value_heads", least=1),
-        "global_head_dim": config.size("head_dim", 128, least=1),
-    }
-
-
-def gemma4(config: Config) -> dict[str, Any]:
-    """Return Gemma 4's: windows of narrow heads between wide ones."""
-    config.require("use_bidirectional_attention", None, "vision", False)
-    config.demand("enable_moe_block", True)
-    config.demand("hidden_size_per_layer_input", 0)
-    config.require("num_kv_shared_layers", 0)
-    config.require("use_double_wide_mlp", False)
-    kinds = config.kinds("layer_types", (SLIDING, FULL))
-    width, heads = config.size("head_dim", least=1), config.size("num_key_value_heads", least=1)
-    # Newer releases say it by layers; all of one kind have the same.
-    by_layer = config.get("per_layer_config", {})
-    if not isinstance(by_layer, dict):
-        raise config.unsupported("per_layer_config")
-    full = [by_layer.get(str(layer)) for layer, kind in enumerate(kinds) if kind == FULL]
-    if by_layer and (len(full) != len(by_layer) or full.count(full[0]) != len(full)):
-        raise config.unsupported("per_layer_config")
-    wide = (full[0] if by_layer else None) or {}
-    found = {
-        "global_head_dim": wide.get("head_dim", config.size("global_head_dim", width)),
-        "num_global_key_value_heads": wide.get(
-            "num_key_value_heads", config.size("num_global_key_value_heads", heads)
-        ),
-    }
-    if not all(type(value) is int and value > 0 for value in found.values()):
-        raise config.unsupported("per_layer_config")
-    return {
-        **found,
-        "attention_k_eq_v": config.flag("attention_k_eq_v", False),
-        "layer_types": kinds,
-        "sliding_window": int(config.real("sliding_window")),
-        "rope_parameters": {kind: config.rope_of(kind) for kind in (SLIDING, FULL)},
-        "attention_bias": config.flag("attention_bias", False),
-        "intermediate_size": config.size("intermediate_size", least=1),
-        "final_logit_softcapping": config.real("final_logit_softcapping", None),
-        "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
     }

@@ -75,12 +75,16 @@ class AttentionReader:
         width = module.head_dim
         num_kv_heads = key.matrix.rows // width
         turned, first = self._turned(module, index)
+        sinks, scale = family.sinks, family.value_scale
+        if sinks is not None and getattr(module, sinks) is None:
+            sinks = weights.number(module, sinks)
         return Attention(
             query,
             key,
             value,
             weights.linear(module, family.out),
-            num_heads=config.num_attention_heads,
+            # Layers may have other numbers of heads.
+            num_heads=query.matrix.rows // width // (1 + family.is_gated),
             num_kv_heads=num_kv_heads,
             width=width,
             value_width=width if value is None else value.matrix.rows // num_kv_heads,
@@ -91,12 +95,14 @@ class AttentionReader:
             value_norm=self._plain_norm(module.v_norm, width) if family.is_beside else None,
             has_late_norms=family.has_late_norms,
             clip=None if family.clip is None else weights.number(config, family.clip),
-            sinks=None if family.sinks is None else weights.floats(module, family.sinks),
+            sinks=None if sinks is None else weights.floats(module, sinks),
             window=_window(config, index),
             is_chunked=_kind(config, index) == _CHUNKED,
             temperature=self._temperature(module),
             is_gated=family.is_gated,
             gates=None if family.gates is None else weights.linear(module, family.gates),
+            gate_function=family.gate_function,
+            value_scale=1.0 if scale is None else float(weights.number(module, scale)),
         )
 
     def _linear(self, module: Any) -> LinearAttention:
@@ -250,6 +256,9 @@ class AttentionReader:
         config = module.config
         if hasattr(module, "use_rope") and not self._weights.number(module, "use_rope"):
             return 0, 0
+        if self._family.bases is not None:
+            base = getattr(config, self._family.bases)[index]
+            return self._turns.of(str(float(base))) if base else (0, 0)
         is_whole = self._family.turns_windows and _window(config, index) is None
         if is_whole and config.sliding_window is not None:
             return 0, 0

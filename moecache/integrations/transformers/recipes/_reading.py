@@ -19,13 +19,13 @@ from moecache.integrations.transformers.recipes._parts import (
     UnknownFamilyError,
     Weights,
 )
-from moecache.integrations.transformers.recipes._rotary import Turns, turns_of
+from moecache.integrations.transformers.recipes._rotary import Turns, turns_by_base, turns_of
 from moecache.kernels import SlotKernel
 
 __all__ = ["NoRecipeError", "Reading", "UnknownFamilyError", "read_recipe"]
 
-# Settings that say what positions a layer sees.
-_SEEN = ("layer_types", "sliding_window", "attention_chunk_size")
+# Settings that say what positions a layer sees, and how it turns.
+_SEEN = ("layer_types", "sliding_window", "attention_chunk_size", "layer_rope_theta")
 # What an inner model's embedding, last norm and angles are called.
 _EMBEDDINGS = ("embed_tokens", "embeddings")
 _NORMS, _ROTARY = ("norm", "norm_f", "embedding_norm"), ("rotary_emb", "pos_emb")
@@ -109,7 +109,11 @@ def read_recipe(
     if not families or any(family != families[0] for family in families):
         raise UnknownFamilyError("its layers are not of one family")
     family, config = families[0], inner.config
-    turns = turns_of(rotary, weights, may_be_still=family.linear is not None)
+    if family.bases is None:
+        turns = turns_of(rotary, weights, may_be_still=family.linear is not None)
+    else:
+        weights.holds(inner.rotary_embs)
+        turns = turns_by_base(inner.rotary_embs, weights)
     reader = _Reader(weights, family, turns, found)
     for name in _SEEN:
         if hasattr(config, name):
@@ -226,22 +230,28 @@ class _Reader:
             if weights.number(layer, "block_type") not in ("moe", "mlp"):
                 return Layer(norm, self._attending.read(index, layer), None)
             return self._with_forward(Layer(None, None, norm), layer, block)
-        before, behind = (
-            weights.norm(getattr(layer, name), adds_one=family.adds_one)
-            for name in family.layer_norms
-        )
+        before, behind = self._norms(layer, family.layer_norms)
         scale = float(weights.number(layer, family.residual)) if family.residual else 1.0
         made = Layer(before, self._attending.read(index, layer), behind, scale=scale)
         made = self._with_forward(made, layer, block)
-        if family.part_norms is None:
+        attention_out, forward_out = self._norms(layer, family.part_norms)
+        if family.block_norm is not None and made.router is not None:
+            forward_out = weights.norm(getattr(block, family.block_norm))
+        made = replace(made, attention_out=attention_out, forward_out=forward_out)
+        if forward_out is None or made.router is None or made.forward is None:
             return made
-        attention_out, forward_out = (
-            weights.norm(getattr(layer, name), adds_one=family.adds_one)
-            for name in family.part_norms
-        )
         # Experts are given what the feed-forward beside them is, and their sum has the norm.
-        beside = None if made.router is None else Beside(behind, behind)
-        return replace(made, attention_out=attention_out, forward_out=forward_out, beside=beside)
+        return replace(made, beside=Beside(behind, behind))
+
+    def _norms(self, layer: Any, names: tuple[str, str] | None) -> tuple[Norm | None, Norm | None]:
+        """Return two norms of a layer by their attributes, if it has them."""
+        if names is None:
+            return None, None
+        first, second = (
+            self._weights.norm(getattr(layer, name), adds_one=self._family.adds_one)
+            for name in names
+        )
+        return first, second
 
     def _with_forward(self, made: Layer, layer: Any, block: Any) -> Layer:
         """Return a layer with its experts, or the feed-forward that it has instead."""
@@ -324,6 +334,7 @@ class _Reader:
         elif getattr(module, "topk_method", "group_limited_greedy") != "group_limited_greedy":
             raise UnknownFamilyError(f"its router chooses by {module.topk_method}")
         scale = "routed_scaling_factor" if family.has_groups else family.scale
+        holder = module if scale is None or hasattr(module, scale) else block
         weight = getattr(module, family.router_weight)
         if isinstance(weight, nn.Module):
             linear = weights.linear(weight)
@@ -332,9 +343,9 @@ class _Reader:
         correction: np.ndarray | None = None
         if family.correction is not None:
             where, _, name = family.correction.rpartition(".")
-            holder = attrgetter(where)(block) if where else block
-            if getattr(holder, name, None) is not None:
-                correction = weights.floats(holder, name).reshape(-1)
+            place = attrgetter(where)(block) if where else block
+            if getattr(place, name, None) is not None:
+                correction = weights.floats(place, name).reshape(-1)
 
         def number(name: str) -> Any:
             return weights.number(module, name)
@@ -350,7 +361,8 @@ class _Reader:
             is_normalized=number(has_sum) if isinstance(has_sum, str) else has_sum,
             least=family.least,
             floor=0.0 if family.floor is None else number(family.floor),
-            scale=1.0 if scale is None else number(scale),
+            scale=1.0 if scale is None else weights.number(holder, scale),
             jitter=number("router_jitter_noise") if hasattr(module, "router_jitter_noise") else 0.0,
             scales_input=family.scales_input,
+            cap=0.0 if family.router_cap is None else max(0.0, number(family.router_cap)),
         )

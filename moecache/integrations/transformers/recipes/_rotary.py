@@ -1,7 +1,8 @@
 """Angles of a model's rotary positions, and which of them each kind of layer turns by."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ class Turns:
     width : int
         Numbers that all angles turn.
     kinds : mapping of str to (int, int)
-        By the kind of a layer, or "" for all: numbers of a head that are turned, and which of a
-        position's angles is the first one's.
+        By the kind of a layer, by its base, or "" for all: numbers of a head that are turned, and
+        which of a position's angles is the first one's.
     """
 
     module: Callable[..., Any]
@@ -42,12 +43,12 @@ class _Several:
 
     rope_type = "default"  # they stay
 
-    def __init__(self, module: Any, kinds: list[str]) -> None:
-        self._module, self._kinds = module, kinds
+    def __init__(self, modules: Sequence[Callable[..., Any]]) -> None:
+        self._modules = modules
 
     def __call__(self, like: Any, positions: Any) -> tuple[Any, Any]:
         """Return cosines and sines of positions, once for each angle."""
-        found = [self._module(like, positions, kind) for kind in self._kinds]
+        found = [module(like, positions) for module in self._modules]
         halves = [[part[..., : part.shape[-1] // 2] for part in pair] for pair in found]
         cos, sin = (torch.cat(parts, -1) for parts in zip(*halves, strict=True))
         return cos, sin
@@ -99,4 +100,26 @@ def turns_of(module: Any, weights: Weights, *, may_be_still: bool = False) -> Tu
         num = getattr(module, f"{kind}_inv_freq").numel()
         kinds[kind] = 2 * num, first
         first += num
-    return Turns(_Several(module, list(kinds)), 2 * first, kinds)
+    modules = [partial(module, layer_type=kind) for kind in kinds]
+    return Turns(_Several(modules), 2 * first, kinds)
+
+
+def turns_by_base(modules: Iterable[Any], weights: Weights) -> Turns:
+    """Return what makes a model's angles, of a module for each base of its layers' rotations.
+
+    Raises
+    ------
+    UnknownFamilyError
+        If angles change as texts grow.
+    """
+    first, kinds, found = 0, {}, list(modules)
+    for module in found:
+        weights.uses(module)
+        if module.rope_type not in STATIC_ROTARY:
+            raise UnknownFamilyError(f"layers of several bases turn by {module.rope_type}")
+        weights.watched(module, "inv_freq")
+        weights.number(module, "attention_scaling")
+        num = module.inv_freq.numel()
+        kinds[str(float(module.config.rope_parameters["rope_theta"]))] = 2 * num, first
+        first += num
+    return Turns(_Several(found) if found else _Still(), 2 * first, kinds)

@@ -25,7 +25,6 @@ from tests.helpers.decoding import (
     KINDS,
     RANK,
     VOCABULARY,
-    Oracle,
     angles,
     call,
     delta,
@@ -34,14 +33,13 @@ from tests.helpers.decoding import (
     latent,
     linear,
     norm,
-    normed,
     pages_of,
     recipe_of,
     short,
     states_of,
-    times,
 )
 from tests.helpers.kernels import LEVELS, computing
+from tests.helpers.oracle_decoding import Oracle, normed, times
 
 
 @pytest.mark.parametrize("cut", [1, 3, 9])

@@ -7,8 +7,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from moecache.decoding.files.tokenizer import FileTokenizer
+from moecache.decoding.safetensors.ranks import read_ranks
 from moecache.decoding.safetensors.tokenizer_files import find_tokenizer_files, read_text
-from moecache.errors import FormatError, StoreError
+from moecache.errors import FormatError, MoeCacheError, StoreError
 
 _NAMES = ("bos", "eos", "unk", "pad", "mask")
 
@@ -34,18 +35,24 @@ def read_directory(directory: Path) -> FileTokenizer:
             f"{directory}: {why}; copy the published model's tokenizer.json there, "
             "or install transformers: pip install 'moecache[transformers]'"
         )
-    text, said = read_text(files.tokenizer), files.config
+    said, has_ranks = files.config, files.has_ranks()
+    file = files.ranks if has_ranks else files.tokenizer
+    text = "" if has_ranks else read_text(file)
     try:
         special = {name: _token(said.get(f"{name}_token")) for name in _NAMES}
         known = {name: token.content for name, token in special.items() if token is not None}
-        found = Tokenizer.from_str(text)
+        added = dict(_by_id(said))
+        found = read_ranks(file, added) if has_ranks else Tokenizer.from_str(text)
         # A text is as long as it is.
         found.no_truncation()
         found.no_padding()
-        found.add_tokens(_added(said))
+        if not has_ranks:
+            found.add_tokens(_added(said))
         found.add_special_tokens([token for token in special.values() if token is not None])
+    except MoeCacheError:
+        raise
     except Exception as error:  # tokenizers has no class for its errors
-        raise FormatError(f"{files.tokenizer}: cannot be used: {str(error)[:200]}") from error
+        raise FormatError(f"{file}: cannot be used: {str(error)[:200]}") from error
     return FileTokenizer(found, known, files.template)
 
 
@@ -58,8 +65,8 @@ def _token(said: Any) -> AddedToken | None:
     return AddedToken(said, special=True, normalized=False) if isinstance(said, str) else None
 
 
-def _added(said: Mapping[str, Any]) -> list[AddedToken]:
-    """Return the tokens that tokenizer_config.json adds, in the order of their ids."""
+def _by_id(said: Mapping[str, Any]) -> list[tuple[int, AddedToken]]:
+    """Return the tokens that tokenizer_config.json adds by their ids, in their order."""
     listed = said.get("added_tokens_decoder")
     listed = listed if isinstance(listed, dict) else {}
     found = []
@@ -67,7 +74,13 @@ def _added(said: Mapping[str, Any]) -> list[AddedToken]:
         token = _token(listed[key])
         if token is not None:
             token.special = bool(listed[key].get("special"))
-            found.append(token)
+            found.append((int(key), token))
+    return found
+
+
+def _added(said: Mapping[str, Any]) -> list[AddedToken]:
+    """Return the tokens that tokenizer_config.json adds, in the order of their ids."""
+    found = [token for _, token in _by_id(said)]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         more = said.get(key)
         more = list(more.values()) if isinstance(more, dict) else more

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from moecache.errors import FormatError
 from moecache.stores._checkpoint import read_config, read_small
 
+# Classes beside weights that cut texts in one way.
+_OF_RANKS = tuple(f"tokenization_{name}.TikTokenTokenizer" for name in ("kimi", "moonshot"))
+
 
 class TokenizerFiles(NamedTuple):
     """What lies beside a checkpoint's weights.
@@ -15,6 +18,8 @@ class TokenizerFiles(NamedTuple):
     ----------
     tokenizer : Path
         tokenizer.json, which may not be there.
+    ranks : Path
+        tiktoken.model, which may be there instead.
     config : dict
         The content of tokenizer_config.json, {} if there is none.
     template : str, dict of str to str, or None
@@ -22,17 +27,26 @@ class TokenizerFiles(NamedTuple):
     """
 
     tokenizer: Path
+    ranks: Path
     config: dict[str, Any]
     template: str | dict[str, str] | None
 
     def why_transformers(self) -> str:
         """Return why transformers alone makes a tokenizer of them; "" if tokenizers can."""
         if not self.tokenizer.is_file():
-            return "it has no tokenizer.json"
+            return "" if self.has_ranks() else "it has no tokenizer.json"
         # transformers does so but for pairs of bytes.
         if self.config.get("clean_up_tokenization_spaces") and self._model_type() != "BPE":
             return "its tokenizer cleans spaces up"
         return ""
+
+    def has_ranks(self) -> bool:
+        """Return whether a tokenizer is tokens and ranks alone, cut as Kimi's are."""
+        classes = self.config.get("auto_map")
+        named = classes.get("AutoTokenizer") if isinstance(classes, dict) else None
+        first = named[0] if isinstance(named, list) and named else named
+        is_known = isinstance(first, str) and first.rpartition("--")[2] in _OF_RANKS
+        return is_known and not self.tokenizer.is_file() and self.ranks.is_file()
 
     def _model_type(self) -> object:
         model = read_config(self.tokenizer).get("model")
@@ -54,7 +68,8 @@ def find_tokenizer_files(directory: Path) -> TokenizerFiles:
         If one is damaged.
     """
     config = read_config(directory / "tokenizer_config.json")
-    return TokenizerFiles(directory / "tokenizer.json", config, _template(directory, config))
+    plain, ranks = (directory / name for name in ("tokenizer.json", "tiktoken.model"))
+    return TokenizerFiles(plain, ranks, config, _template(directory, config))
 
 
 def read_text(file: Path) -> str:

@@ -15,6 +15,8 @@ import transformers
 from moecache.decoding.files.chat import no_template, template_failed
 from moecache.decoding.prefixes import PrefixCache
 from moecache.decoding.room import room_behind
+from moecache.decoding.safetensors.tokenizer import read_directory
+from moecache.decoding.safetensors.tokenizer_files import find_tokenizer_files
 from moecache.decoding.sampler import Mask, Sampler, Sampling
 from moecache.decoding.streams import Stopped, TokenTimes
 from moecache.errors import ConfigError, StoreError
@@ -22,6 +24,7 @@ from moecache.integrations.hub import look_up
 from moecache.integrations.transformers import gguf
 from moecache.integrations.transformers._damage import Damage, check_sizes
 from moecache.integrations.transformers._following import announced
+from moecache.integrations.transformers._tokenizer import tokenizer_of
 from moecache.integrations.transformers.continuing import (
     continue_text,
     sampling_of,
@@ -89,6 +92,9 @@ def load_tokenizer(path: str | CheckpointStore) -> Any:
     where = look_up(path)
     if os.path.isdir(path):
         check_sizes(path, read_config(Path(path) / "config.json"))
+        if find_tokenizer_files(Path(path)).has_ranks():
+            # transformers cuts texts as Llama 3 does, whoever published the file.
+            return tokenizer_of(read_directory(Path(path)))
     with Damage(path, "read the tokenizer", "config.json", "tokenizer.json", _TOKENIZER):
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **where)
         known = set(tokenizer("0 a")["input_ids"]) - set(tokenizer.all_special_ids)

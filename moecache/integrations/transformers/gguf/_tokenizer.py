@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from tokenizers import Tokenizer
 
 from moecache.decoding.gguf.tokenizer import read_tokenizer
+from moecache.integrations.transformers._tokenizer import tokenizer_of
 
 
 def find_tokenizer(metadata: Mapping[str, Any]) -> transformers.PreTrainedTokenizerFast:
@@ -22,24 +22,4 @@ def find_tokenizer(metadata: Mapping[str, Any]) -> transformers.PreTrainedTokeni
     ConfigError
         As `read_tokenizer`.
     """
-    said = read_tokenizer(metadata)
-    make: Any = transformers.PreTrainedTokenizerFast
-    made = make(
-        tokenizer_object=_Given(said.backend_tokenizer),
-        clean_up_tokenization_spaces=False,
-        **{f"{name}_token": token for name, token in said.special.items()},
-    )
-    if said.chat_template is not None:
-        made.chat_template = said.chat_template
-    return made
-
-
-class _Given:
-    """A tokenizer that nobody else has: a copy, by way of JSON, takes as long as all the rest."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __deepcopy__(self, memo: object) -> Tokenizer:
-        """Return it instead of a copy."""
-        return self._tokenizer
+    return tokenizer_of(read_tokenizer(metadata))

@@ -2,9 +2,10 @@
 
 import bisect
 import os
+import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +13,11 @@ from moecache._prefault import PAGE_SIZE
 
 _PRESENT = 1 << 63
 _PAGEMAP_ENTRIES = 8192
+# Addresses, flags, offset, device, inode and path; a name may have a carriage return in it.
+_LINE = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (.)(.).. ([0-9a-f]+) [^ ]+ ([0-9]+) *([^\n]*)\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Mapping:
+class Mapping(NamedTuple):
     """A range of addresses with one thing behind it.
 
     Parameters
@@ -76,28 +78,22 @@ class Mapping:
 def read_mappings(proc: Path = Path("/proc")) -> list[Mapping] | None:
     """Return this process's mappings by address, or None where the system has no such list."""
     try:
-        lines = (proc / "self/maps").read_bytes().split(b"\n")[:-1]
+        found = _LINE.findall((proc / "self/maps").read_bytes())
     except OSError:
         return None
-    mappings = []
-    for line in lines:
-        # Neither splitlines nor a bare split: a name may have a carriage return in it.
-        span, flags, offset, _device, inode, *path = line.split(b" ", 5)
-        start, _, stop = span.partition(b"-")
-        # A line feed is the only character of a name that the kernel writes as an escape.
-        name = os.fsdecode(path[0].lstrip(b" ").replace(b"\\012", b"\n")) if path else ""
-        mappings.append(
-            Mapping(
-                int(start, 16),
-                int(stop, 16),
-                flags[:1] == b"r",
-                int(offset, 16),
-                int(inode),
-                name if int(inode) else "",
-                flags[1:2] == b"w",
-            )
+    return [
+        Mapping(
+            int(start, 16),
+            int(stop, 16),
+            readable == b"r",
+            int(offset, 16),
+            int(inode),
+            # A line feed is the only character of a name that the kernel writes as an escape.
+            os.fsdecode(path.replace(b"\\012", b"\n")) if inode != b"0" else "",
+            writable == b"w",
         )
-    return mappings
+        for start, stop, readable, writable, offset, inode, path in found
+    ]
 
 
 def split(

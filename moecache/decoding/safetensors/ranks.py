@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,14 @@ def read_ranks(file: Path, added: dict[int, AddedToken]) -> Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     found.decoder = decoders.ByteLevel()
-    for number in range(len(tokens), _end(len(tokens), added)):
-        token = added.get(number)
-        if token is None:
-            token = AddedToken(_RESERVED.format(number), special=True, normalized=False)
-        # Each has the next id, unless it is a token already.
-        if not (found.add_special_tokens if token.special else found.add_tokens)([token]):
-            raise FormatError(f"{file}: {token.content!r} is two tokens")
+    more = [
+        added.get(number) or AddedToken(_RESERVED.format(number), special=True, normalized=False)
+        for number in range(len(tokens), _end(len(tokens), added))
+    ]
+    # Each has the next id, unless it is a token already.
+    if found.add_tokens(more) != len(more):
+        counts = Counter([*vocabulary, *(token.content for token in more)])
+        raise FormatError(f"{file}: {counts.most_common(1)[0][0]!r} is two tokens")
     return found
 
 

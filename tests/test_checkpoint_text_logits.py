@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from moecache.decoding import states_cache
+from moecache.decoding.files.known import NoTextModelError
 from moecache.decoding.files.model import TextModel
 from moecache.decoding.files.opening import open_text_model
 from moecache.decoding.safetensors._rows import ROWS
@@ -334,6 +335,24 @@ def test_a_norm_of_a_dense_layer_may_have_no_use(tmp_path: Path) -> None:
 
     rewritten(path, add)
     assert_near(path, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "message"),
+    [
+        ("bailing_hybrid", "0.attention.f_proj", r"no tensor blk\.0\.ssm_f_a\.weight"),
+        ("kimi_linear", "0.self_attn.g_b_proj", r"no tensor blk\.0\.ssm_g_b\.weight"),
+    ],
+)
+def test_a_product_is_in_the_place_of_no_other(
+    tmp_path: Path, name: str, gone: str, message: str
+) -> None:
+    """Though it has the shape of the one that is missing."""
+    family = made(name, **({} if name == "bailing_hybrid" else {"linear_num_heads": 1}))
+    path = write_checkpoint(family, tmp_path / "model", "float32")
+    rewritten(path, lambda tensors: tensors.pop(f"model.layers.{gone}.weight"))
+    with pytest.raises(NoTextModelError, match=message):
+        open_text_model(path, "50%")
 
 
 @pytest.mark.usefixtures("exact_caches")

@@ -310,6 +310,29 @@ def test_experts_of_all_layers_are_given_latents_or_of_none() -> None:
         Program(Recipe(HIDDEN, (layer, given), norm(HIDDEN), linear(VOCABULARY, HIDDEN)), cache)
 
 
+@pytest.mark.parametrize("kind", ["linear", "delta", "delta bounded", "space"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_no_number_stays_none(kind: str, level: str) -> None:
+    """A damaged weight is no text that looks well."""
+    a: Any = KINDS[kind]
+    layer = Layer(norm(HIDDEN), replace(a, steps=np.full_like(a.steps, np.nan)), None)
+    recipe = Recipe(HIDDEN, (layer,), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
+    with computing(level=level):
+        program = Program(recipe, ExpertCache(num_layers=1, num_experts=8, capacity=4))
+        embeddings = np.ones((1, 1, HIDDEN), np.float32)
+        assert np.isnan(call(program, pages_of(recipe, 1, 1), embeddings, 0)).all()
+
+
+def test_bounds_of_decays_are_below_zero() -> None:
+    """Nor what float32 makes zero."""
+    cache = ExpertCache(num_layers=1, num_experts=8, capacity=4)
+    for bound in (0.0, -1e-46, 1.0, float("nan")):
+        layer = Layer(norm(HIDDEN), replace(delta(), bound=bound), norm(HIDDEN), FORWARD)
+        recipe = Recipe(HIDDEN, (layer,), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
+        with pytest.raises(ConfigError, match="decays have no bound"):
+            Program(recipe, cache)
+
+
 def test_decays_are_a_product_or_two() -> None:
     """A third, or none, is refused."""
     cache = ExpertCache(num_layers=1, num_experts=8, capacity=4)

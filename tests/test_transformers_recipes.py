@@ -76,7 +76,11 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "no groups": ("deepseek_v2", {"topk_method": "greedy", "q_lora_rank": None}),
+    # The last of these is no key of this family's, nor of Ling's below.
+    "no groups": (
+        "deepseek_v2",
+        {"topk_method": "greedy", "q_lora_rank": None, "rope_interleave": False},
+    ),
     "window": ("mixtral", {"sliding_window": 6}),
     "window of 2": ("mixtral", {"sliding_window": 2}),
     "scales": (
@@ -153,7 +157,10 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "decays of a key's numbers": ("kimi_linear", {}),
     "decays that have a bound": ("bailing_hybrid", {}),
-    "decays without one": ("bailing_hybrid", {"kda_safe_gate": False, "norm_topk_prob": False}),
+    "decays without one": (
+        "bailing_hybrid",
+        {"kda_safe_gate": False, "norm_topk_prob": False, "rope_interleave": False},
+    ),
     "heads without norms": ("solar_open", {}),
     "pictures": ("glm4v_moe", {}),
     "pictures and sound": ("qwen3_omni_moe", {}),

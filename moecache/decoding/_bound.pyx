@@ -289,6 +289,8 @@ cdef class Bound:
     cdef int _bind_delta(self, Layer *layer, a) except -1:
         cdef int64_t hidden = self.hidden_size, keys, values
         layer.is_wide, layer.bound = True, a.bound or 0.0
+        if a.bound is not None and not -1e4 < layer.bound < 0:
+            raise ConfigError(f"decays have no bound of {a.bound}")
         self._bind_heads(layer, a)
         keys, values = layer.num_heads * layer.width, layer.num_heads * layer.value_width
         self._bind_linear(&layer.query, a.query, hidden, keys)

@@ -81,8 +81,9 @@ class Family:
     cap : str, optional
         Attribute of the configuration that has the bound of logits.
     is_latent : bool, default False
-        Whether attention is DeepSeek's. If its configuration has `rope_interleave`, that says
-        whether pairs are neighbours.
+        Whether attention is DeepSeek's.
+    may_turn_halves : bool, default False
+        Whether its configuration's `rope_interleave` says that pairs are neighbours, or halves.
     is_scaled : bool, default False
         Whether latent attention's queries have a temperature.
     clip : str, optional
@@ -134,6 +135,7 @@ class Family:
     is_beside: bool = False
     cap: str | None = None
     is_latent: bool = False
+    may_turn_halves: bool = False
     is_scaled: bool = False
     clip: str | None = None
     sinks: str | None = None
@@ -151,6 +153,8 @@ _SIGMOID = Family(
     has_groups=True,
     shared="shared_experts",
 )
+
+_LATENT = replace(_SIGMOID, pairs="neighbours to halves", is_latent=True, may_turn_halves=True)
 
 _LINEAR = Family(
     shared="shared_expert",
@@ -237,39 +241,21 @@ FAMILIES = {
         scale="router_scaling_factor",
     ),
     # Kimi K2 is one, too.
-    ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): replace(
-        _SIGMOID, pairs="neighbours to halves", is_latent=True
-    ),
+    ("deepseek_v3", "DeepseekV3Attention", "DeepseekV3MoE"): _LATENT,
     ("kimi_linear", "KimiLinearAttention", "KimiLinearMoE"): replace(
         _SIGMOID, is_latent=True, linear="self_attn"
     ),
     ("bailing_hybrid", "BailingHybridAttention", "BailingHybridMoE"): replace(
-        _SIGMOID,
-        pairs="neighbours to halves",
-        is_latent=True,
-        linear="self_attn",
-        gates="g_proj",
+        _LATENT, may_turn_halves=False, linear="self_attn", gates="g_proj"
     ),
-    ("axk1", "AXK1Attention", "AXK1MoE"): replace(
-        _SIGMOID,
-        pairs="neighbours to halves",
-        is_latent=True,
-        block_norm="post_mlp_layernorm",
-    ),
+    ("axk1", "AXK1Attention", "AXK1MoE"): replace(_LATENT, block_norm="post_mlp_layernorm"),
     ("mimo_v2_flash", "MiMoV2FlashAttention", "MiMoV2FlashMoE"): replace(
         _SIGMOID, shared=None, sinks="sinks", value_scale="v_scale"
     ),
     ("mistral4", "Mistral4Attention", "Mistral4MoE"): replace(
-        _SIGMOID,
-        scores="softmax",
-        correction=None,
-        pairs="neighbours to halves",
-        is_latent=True,
-        is_scaled=True,
+        _LATENT, scores="softmax", correction=None, is_scaled=True
     ),
-    ("glm4_moe_lite", "Glm4MoeLiteAttention", "Glm4MoeLiteMoE"): replace(
-        _SIGMOID, pairs="neighbours to halves", is_latent=True
-    ),
+    ("glm4_moe_lite", "Glm4MoeLiteAttention", "Glm4MoeLiteMoE"): _LATENT,
     ("deepseek_v2", "DeepseekV2Attention", "DeepseekV2Moe"): Family(
         is_normalized=False,
         has_groups=True,

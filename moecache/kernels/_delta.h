@@ -91,9 +91,10 @@ static void LEVEL(fade)(float *x, int64_t num, float rate, float bound)
         if (bound != 0)
             value = bound / (1.0f + LEVEL(exp)(value * rate));
         else {
-            vi is_large = value > 20.0f;
-            vf soft = LEVEL(log)(1.0f + LEVEL(exp)((vf)(~is_large & (vi)value)));
-            value = (vf)((is_large & (vi)value) | (~is_large & (vi)soft)) * rate;
+            /* Large values are their own softplus, and what is no number stays none. */
+            vi stays = ~(vi)(value <= 20.0f);
+            vf soft = LEVEL(log)(1.0f + LEVEL(exp)((vf)(~stays & (vi)value)));
+            value = (vf)((stays & (vi)value) | (~stays & (vi)soft)) * rate;
         }
         value = LEVEL(exp)(value);
         memcpy(x + i, &value, sizeof value);

@@ -80,14 +80,18 @@ def _delta_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
 
 def _wide_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     hidden, sizes, values = facts.hidden_size, _sizes(facts), _sizes(facts).values
+    bound = _bound_of(facts)
+    if bound is not None and not -1e4 < bound < 0:
+        raise NoTextModelError(f"decays with a bound of {bound:g} run with torch")
     for part in "qkv":
         yield f"{at}.attn_{part}.weight", (values, hidden)
         name = f"{at}.ssm_conv1d_{part}.weight"
         yield name, _as_found(found, name, (values, sizes.kernel))
-    for names in (_chain_names(found, at, "f"), _chain_names(found, at, "g")):
-        # What is between two products is as wide as a head.
-        low = [(sizes.width, hidden)] if len(names) == 2 else []
-        shapes = [*low, (values, sizes.width if low else hidden)]
+    # What is between two products is as wide as a head.
+    is_factored = facts.known.is_factored
+    shapes = [(sizes.width, hidden), (values, sizes.width)] if is_factored else [(values, hidden)]
+    for part in "fg":
+        names = _chain_names(facts, found, at, part)
         yield from ((f"{name}.weight", shape) for name, shape in zip(names, shapes, strict=True))
     yield f"{at}.ssm_beta.weight", (sizes.num_heads, hidden)
     yield f"{at}.ssm_a", _as_found(found, f"{at}.ssm_a", (sizes.num_heads,))
@@ -96,11 +100,19 @@ def _wide_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     yield f"{at}.attn_output.weight", (hidden, values)
 
 
-def _chain_names(known: Trunk | Shapes, at: str, part: str) -> list[str]:
-    """Return the names of the products that make decays, or gates, one behind the other."""
-    names = [f"{at}.ssm_{part}_{one}" for one in "ab"]
-    found = [name for name in names if f"{name}.weight" in known]
-    return found or [f"{at}.attn_gate"]
+def _chain_names(facts: Facts, known: Trunk | Shapes, at: str, part: str) -> list[str]:
+    """Return the names of the products that make decays ("f") or gates ("g")."""
+    if facts.known.is_factored:
+        return [f"{at}.ssm_{part}_{one}" for one in "ab"]
+    # Checkpoints have one name for gates of any layer.
+    other = f"{at}.attn_gate"
+    return [other if part == "g" and f"{other}.weight" in known else f"{at}.ssm_{part}_a"]
+
+
+def _bound_of(facts: Facts) -> float | None:
+    """Return the least logarithm of a decay, as float32 has it, if there is one."""
+    said = facts.settings
+    return float(np.float32(said["kda_lower_bound"])) if said.get("kda_safe_gate") else None
 
 
 def _as_found(found: Shapes, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -166,10 +178,10 @@ def _delta(facts: Facts, trunk: Trunk, at: str) -> LinearAttention:
 
 
 def _wide(facts: Facts, trunk: Trunk, at: str) -> DeltaAttention:
-    sizes, said = _sizes(facts), facts.settings
+    sizes = _sizes(facts)
 
     def chain(part: str) -> tuple[Linear, ...]:
-        return tuple(trunk.linear(name) for name in _chain_names(trunk, at, part))
+        return tuple(trunk.linear(name) for name in _chain_names(facts, trunk, at, part))
 
     kernels = [trunk.flat(f"{at}.ssm_conv1d_{part}.weight") for part in "qkv"]
     conv = np.concatenate(kernels).reshape(-1, sizes.kernel).T
@@ -190,7 +202,7 @@ def _wide(facts: Facts, trunk: Trunk, at: str) -> DeltaAttention:
         num_heads=sizes.num_heads,
         width=sizes.width,
         value_width=sizes.width,
-        bound=said["kda_lower_bound"] if said.get("kda_safe_gate") else None,
+        bound=_bound_of(facts),
     )
 
 

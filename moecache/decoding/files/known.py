@@ -56,6 +56,8 @@ class Known:
         What multiplies products of queries and keys; by default 1 / sqrt(width).
     is_tiled : bool
         As `LinearAttention` has it.
+    is_factored : bool
+        Whether decays and gates of a `DeltaAttention` are two products, one behind the other.
     """
 
     architecture: "Architecture | Callable[[Metadata], Architecture]"
@@ -72,6 +74,7 @@ class Known:
     has_expert_biases: bool = False
     scale: float | None = None
     is_tiled: bool = False
+    is_factored: bool = False
 
     def find(self, said: "Metadata") -> "Architecture":
         """Return the architecture that a file is of."""

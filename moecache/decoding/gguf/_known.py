@@ -46,7 +46,7 @@ KNOWN: Mapping[str, Known] = {
     "granitemoe": Known(_softmax.granitemoe),
     "hunyuan-moe": Known(_softmax.HUNYUAN_MOE, head_norms="each"),
     "hy_v3": Known(_sigmoid.HY_V3, head_norms="each"),
-    "kimi-linear": Known(_delta.KIMI_LINEAR),
+    "kimi-linear": Known(_delta.KIMI_LINEAR, is_factored=True),
     "lfm2moe": Known(_lfm2.LFM2MOE, out_norm="token_embd_norm", head_norms="each"),
     "llama": Known(_softmax.MIXTRAL),
     "llama4": Known(_factored.LLAMA4, head_norms="plain"),

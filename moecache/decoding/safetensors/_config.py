@@ -51,7 +51,7 @@ class Config:
     def renamed(self, names: Mapping[str, str]) -> "Config":
         """Return the same, in which keys may go by other names, given by the usual ones."""
         found = Config(self._outer, self.largest)
-        found._names = {usual: own for usual, own in names.items() if own in self._values}
+        found._names = names
         return found
 
     def whole(self, name: str) -> Any:
@@ -91,10 +91,12 @@ class Config:
             return found
         return self._real(name, found, least)
 
-    def number(self, name: str, default: Any = _MISSING) -> int:
+    def number(self, name: str, default: Any = _MISSING) -> Any:
         """Return a whole number, at least 1, that is no size of the checkpoint's tensors."""
-        found = self._real(name, self._found(name, default), 0.0)
-        if not found.is_integer():
+        found = self._found(name, default)
+        if found is default:
+            return found
+        if not self._real(name, found, 0.0).is_integer():
             raise self.unsupported(name)
         return int(found)
 
@@ -107,7 +109,7 @@ class Config:
 
     def require(self, name: str, *allowed: Any) -> None:
         """Raise the error of `unsupported` unless a value is one of some, or not there."""
-        if self.get(name, allowed[0]) not in allowed:
+        if self._values.get(self._own(name), allowed[0]) not in allowed:
             raise self.unsupported(name)
 
     def demand(self, name: str, *allowed: Any) -> None:
@@ -352,7 +354,8 @@ class Config:
 
     def _own(self, name: str) -> str:
         """Return what a key is called."""
-        return self._names.get(name, name)
+        own = self._names.get(name, name)
+        return name if name in self._values and own not in self._values else own
 
     def _sized(self, name: str, value: Any, least: int) -> int:
         if type(value) is int and least <= value <= self.largest:

@@ -16,7 +16,7 @@ def mellum(config: Config) -> dict[str, Any]:
         "norm_topk_prob": config.flag("norm_topk_prob", True),
         "attention_bias": config.flag("attention_bias", False),
         "layer_types": kinds,
-        "sliding_window": int(config.real("sliding_window")),
+        "sliding_window": config.number("sliding_window"),
         "rope_parameters": {kind: config.rope_of(kind, "proportional") for kind in {*kinds}},
         "num_global_key_value_heads": config.size("num_key_value_heads", least=1),
         "global_head_dim": config.size("head_dim", 128, least=1),
@@ -52,7 +52,7 @@ def gemma4(config: Config) -> dict[str, Any]:
         **found,
         "attention_k_eq_v": config.flag("attention_k_eq_v", False),
         "layer_types": kinds,
-        "sliding_window": int(config.real("sliding_window")),
+        "sliding_window": config.number("sliding_window"),
         "rope_parameters": {kind: config.rope_of(kind, "proportional") for kind in (SLIDING, FULL)},
         "attention_bias": config.flag("attention_bias", False),
         "intermediate_size": config.size("intermediate_size", least=1),
@@ -70,7 +70,7 @@ def granite_swa(config: Config) -> dict[str, Any]:
     found = {
         **granite(config),
         "shared_intermediate_size": config.size("shared_intermediate_size", 0),
-        "sliding_window": int(config.real("sliding_window", 128)),
+        "sliding_window": config.number("sliding_window", 128),
         "layer_types": config.kinds("layer_types", (SLIDING, FULL), usual),
     }
     if not any(bases):
@@ -109,7 +109,7 @@ def laguna(config: Config) -> dict[str, Any]:
         "moe_router_logit_softcapping": config.real("moe_router_logit_softcapping", 0.0, least=-1),
         "attention_bias": config.flag("attention_bias", False),
         "layer_types": kinds,
-        "sliding_window": int(config.real("sliding_window")),
+        "sliding_window": config.number("sliding_window"),
         "rope_parameters": {kind: config.rope_of(kind, "linear", "yarn") for kind in {*kinds}},
         "num_global_key_value_heads": config.size("num_key_value_heads", least=1),
         "global_head_dim": config.size("head_dim", 128, least=1),
@@ -143,8 +143,8 @@ def mimo(config: Config) -> dict[str, Any]:
     known["moe_layer_freq"] = [int(block == "sparse") for block in blocks]
     for name, value in known.items():
         config.require(name, value)
-    own = config.real("sliding_window", 129)
-    before = config.real("sliding_window_size", None)
+    own = config.number("sliding_window", 129)
+    before = config.number("sliding_window_size", None)
     factor = config.real("routed_scaling_factor", None, least=-1.0)
     return {
         "add_full_attention_sink_bias": False,
@@ -162,7 +162,7 @@ def mimo(config: Config) -> dict[str, Any]:
         "rope_parameters": {kind: _mimo_rope(config, kind) for kind in {*kinds}},
         "routed_scaling_factor": 1.0 if factor is None else factor,
         # A window's size counts the positions before a token's own.
-        "sliding_window": int(own if before is None else before + 1),
+        "sliding_window": own if before is None else before + 1,
         "topk_group": config.size("topk_group", 1, least=1),
         "use_qk_norm": False,
         "v_head_dim": value_width,

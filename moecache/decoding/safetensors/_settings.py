@@ -37,10 +37,9 @@ def qwen3(config: Config, *, is_normalized: bool = False) -> dict[str, Any]:
 
 
 def mixtral(config: Config) -> dict[str, Any]:
-    window = config.real("sliding_window", None)
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
-        "sliding_window": None if window is None else int(window),
+        "sliding_window": config.number("sliding_window", None),
     }
 
 
@@ -58,7 +57,7 @@ def gpt_oss(config: Config) -> dict[str, Any]:
     return {
         "intermediate_size": config.size("intermediate_size", least=1),
         "attention_bias": config.flag("attention_bias", True),
-        "sliding_window": int(config.real("sliding_window")),
+        "sliding_window": config.number("sliding_window"),
         "layer_types": config.kinds("layer_types", (SLIDING, FULL), usual),
     }
 
@@ -140,7 +139,7 @@ def windows(config: Config) -> dict[str, Any]:
         usual = [SLIDING if (layer + 1) % every else FULL for layer in range(config.num_layers)]
     return {
         **shared(config),
-        "sliding_window": int(config.real("sliding_window")),
+        "sliding_window": config.number("sliding_window"),
         "layer_types": config.kinds("layer_types", (SLIDING, FULL), usual),
     }
 

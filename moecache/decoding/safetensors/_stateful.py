@@ -99,11 +99,10 @@ def bailing(config: Config) -> dict[str, Any]:
     config.require("score_function", "sigmoid")
     config.require("no_kda_lora", True)
     config.require("gated_attention_proj_granularity_type", "head_wise")
+    for name in ("n_group", "topk_group"):
+        config.size(name, least=1)
     every = config.size("layer_group_size", 6, least=1)
     usual = [FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(config.num_layers)]
-    bound = config.get("kda_lower_bound", -5.0)
-    if type(bound) not in (int, float) or not -1e4 < bound < 0:
-        raise config.unsupported("kda_lower_bound")
     widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     width = config.size("head_dim", 128, least=1)
     kernel = config.size("short_conv_kernel_size", 4, least=1)
@@ -116,7 +115,7 @@ def bailing(config: Config) -> dict[str, Any]:
         ),
         "linear_conv_kernel_dim": config.size("linear_conv_kernel_dim", kernel, least=1),
         "kda_safe_gate": config.flag("kda_safe_gate", True),
-        "kda_lower_bound": float(bound),
+        "kda_lower_bound": config.real("kda_lower_bound", -5.0, least=-math.inf),
         "intermediate_size": config.size("intermediate_size", least=1),
         "layer_types": config.kinds("layer_types", (_LINEAR, FULL), usual),
         "mlp_layer_types": _mlp_kinds(config, config.size("first_k_dense_replace", 2)),

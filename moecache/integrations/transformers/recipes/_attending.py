@@ -177,7 +177,7 @@ class AttentionReader:
         """Return the least logarithm of a decay, if there is one."""
         if not (hasattr(forget, "safe_gate") and self._weights.number(forget, "safe_gate")):
             return None
-        bound = float(self._weights.number(forget, "lower_bound"))
+        bound = float(np.float32(self._weights.number(forget, "lower_bound")))
         if not bound < 0:
             raise UnknownFamilyError(f"its decays have a bound of {bound}")
         return bound
@@ -275,8 +275,8 @@ class AttentionReader:
         expand = weights.values(module.kv_b_proj, "weight")
         heads, pairs = config.num_attention_heads, family.pairs
         is_still = self._turns.width == 0
-        if hasattr(config, "rope_interleave"):
-            pairs = "neighbours to halves" if config.rope_interleave else "halves"
+        if family.may_turn_halves and not config.rope_interleave:
+            pairs = "halves"
         return LatentAttention(
             weights.linear(module, "q_b_proj" if has_low else "q_proj"),
             weights.linear(module, "kv_a_proj_with_mqa"),

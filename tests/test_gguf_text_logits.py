@@ -26,7 +26,7 @@ FAMILIES = [
     *("glm4moe", "granitemoe", "hunyuan-moe", "hy_v3", "minimax-m2", "qwen3next", "qwen35moe"),
     *("granitemoe shared", "granitehybrid", "lfm2moe", "nemotron_h_moe", "nemotron_h_moe dense"),
     *("nemotron_h_moe latent", "exaone-moe", "afmoe", "phimoe", "llama4", GEMMA),
-    *("kimi-linear", "bailingmoe3"),
+    *("kimi-linear", "bailingmoe3", "mimo2"),
 ]
 # transformers has a head of its own in these, whatever is said; and a head's bias in PhiMoE.
 UNTIED = (

@@ -11,7 +11,7 @@ from moecache.decoding.files.known import Known
 # Of transformers' models, whatever a file says of other norms; and where files say nothing.
 LATENT_EPSILON = 1e-6
 _NORM_MIN = 1e-12
-_FULL, _CHUNKED = "full_attention", "chunked_attention"
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 # Kinds of layers that hold states, and those that are a feed-forward alone.
 _STATEFUL, _FORWARD = ("linear_attention", "conv"), ("moe", "mlp")
 _MISSING: Any = object()
@@ -350,8 +350,10 @@ class Facts:
             turned = 0 if rope is _STILL else more
             return Heads(1, content + more, said["v_head_dim"], turned, first)
         num, width = said["num_key_value_heads"], said.get("head_dim")
-        if kind == _FULL:
+        if kind == _FULL and "global_head_dim" in said:
             num, width = said["num_global_key_value_heads"], said["global_head_dim"]
+        if kind == _SLIDING:
+            num = said.get("swa_num_key_value_heads", num)
         width = width or self.hidden_size // self.num_heads
         value_width = said.get("v_head_dim", width)
         if rope is _STILL:

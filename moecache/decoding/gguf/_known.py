@@ -50,6 +50,7 @@ KNOWN: Mapping[str, Known] = {
     "lfm2moe": Known(_lfm2.LFM2MOE, out_norm="token_embd_norm", head_norms="each"),
     "llama": Known(_softmax.MIXTRAL),
     "llama4": Known(_factored.LLAMA4, head_norms="plain"),
+    "mimo2": Known(_windows.MIMO2),
     "mistral4": Known(_sigmoid.MISTRAL4),
     "minimax-m2": Known(_sigmoid.MINIMAX_M2, head_norms="all"),
     "nemotron_h_moe": Known(

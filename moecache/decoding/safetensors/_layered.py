@@ -150,21 +150,18 @@ def mimo(config: Config) -> dict[str, Any]:
         "add_full_attention_sink_bias": False,
         "attention_bias": config.flag("attention_bias", False),
         "attention_value_scale": config.real("attention_value_scale", 0.707),
-        "global_head_dim": width,
         "intermediate_size": config.size("intermediate_size", least=1),
         "layer_types": kinds,
         "mlp_layer_types": blocks,
         "moe_intermediate_size": config.size("moe_intermediate_size", least=1),
         "n_group": config.size("n_group", 1, least=1),
         "norm_topk_prob": config.flag("norm_topk_prob", True),
-        "num_global_key_value_heads": keys,
-        "num_key_value_heads": 2 * keys,
+        "swa_num_key_value_heads": 2 * keys,
         "rope_parameters": {kind: _mimo_rope(config, kind) for kind in {*kinds}},
         "routed_scaling_factor": 1.0 if factor is None else factor,
         # A window's size counts the positions before a token's own.
         "sliding_window": own if before is None else before + 1,
         "topk_group": config.size("topk_group", 1, least=1),
-        "use_qk_norm": False,
         "v_head_dim": value_width,
     }
 

@@ -155,14 +155,7 @@ ROWS: Mapping[str, Row] = {
     "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, stored="columns"),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
     "mellum": Row("qwen3moe", "Mellum", _layered.mellum, head_dim=128, share=0.0),
-    "mimo_v2_flash": Row(
-        "glm4moe",
-        "MiMoV2Flash",
-        _layered.mimo,
-        head_dim=192,
-        share=0.0,
-        ways={"head_norms": ""},
-    ),
+    "mimo_v2_flash": Row("mimo2", "MiMoV2Flash", _layered.mimo, head_dim=192, share=0.0),
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
     ),

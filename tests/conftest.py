@@ -15,6 +15,7 @@ import pytest
 from moecache.commands.demo import resident_experts
 from moecache.commands.example import find_example
 from moecache.cuda import open_device
+from moecache.decoding import states_cache
 from moecache.errors import MoeCacheError
 from moecache.settings import PREFIX
 from moecache.stores import open_store
@@ -178,6 +179,16 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     device = FakeDevice()
     monkeypatch.setattr("moecache.runtime.plan.open_device", lambda name: device)
     return device
+
+
+@pytest.fixture
+def exact_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep keys and values in float32: sums in another order move none to another bfloat16."""
+
+    def exact(recipe: Any, _: str, *others: Any) -> Any:
+        return states_cache.empty_cache(recipe, "f32", *others)
+
+    monkeypatch.setattr("moecache.decoding.program_model.empty_cache", exact)
 
 
 @pytest.fixture(scope="session")

@@ -139,8 +139,9 @@ def test_models_with_torch_have_the_same_tokens(path: Path) -> None:
         (lambda ranks: ranks.update({b"": len(ranks)}), "is no file of tokens and ranks"),
         (lambda ranks: ranks.update({b"zzz": 3}), "one each from 0 on"),
         (lambda ranks: ranks.update({b"zzzz": ranks.pop(b"z")}), "no token of some byte"),
+        (lambda ranks: ranks.update({b"z" * 2000: len(ranks)}), "a token of 2000 bytes"),
     ],
-    ids=["gone", "empty", "twice", "no byte"],
+    ids=["gone", "empty", "twice", "no byte", "long"],
 )
 def test_ranks_that_are_damaged_are_refused(
     path: Path, ranks: dict[bytes, int], damage: Callable[[dict[bytes, int]], Any], message: str
@@ -160,6 +161,8 @@ def test_other_damage_is_told(path: Path, ranks: dict[bytes, int]) -> None:
         ({"7": {"content": "[BOS]"}}, r"token 7 is '\[BOS\]', too"),
         ({first: {"content": "a"}, str(int(first) + 1): {"content": "a"}}, "is two tokens"),
         ({"9999999999": {"content": "far"}}, "adds token 9999999999"),
+        ({first: {"content": ""}}, "adds a token without text"),
+        ({first: {"content": "[BOS]"}}, "has no id"),
     ):
         write_config(path, added_tokens_decoder=added)
         with pytest.raises(FormatError, match=message):

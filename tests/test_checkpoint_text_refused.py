@@ -121,6 +121,8 @@ LONG = {
         ("bailing_hybrid", {"topk_group": "gone"}, "topk_group is not in config.json"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is None"),
         ("mimo_v2_flash", {"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ("mimo_v2_flash", {"rope_parameters": "gone", "swa_rope_theta": 3e4}, "swa_rope_theta is"),
+        ("kimi_linear", {"n_group": 4}, "n_group is 4"),
         ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora is False"),
         ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta is"),
         ("granitemoe_swa", {"layer_rope_theta": [1e4, 0.5, 0]}, "layer_rope_theta is"),

@@ -258,7 +258,7 @@ def test_a_score_may_be_on_the_input_of_the_only_expert() -> None:
         ({"out": linear(HIDDEN, HEADS * 6)}, "is not one of"),
         ({"gates": linear(HEADS * 10, HIDDEN)}, "gates of 10 numbers for values of 7"),
         ({"gates": linear(HEADS * 10, HIDDEN), "is_gated": True}, "and there is a matrix of gates"),
-        ({"gate_function": "softplus"}, "gates are not given to softplus"),
+        ({"gate_function": "softplus"}, "have a matrix of their own"),
         ({"gates": linear(HEADS, HIDDEN), "gate_function": "tanh"}, "gates of 10 numbers"),
     ],
 )
@@ -329,7 +329,7 @@ def test_bounds_of_decays_are_below_zero() -> None:
     for bound in (0.0, -1e-46, 1.0, float("nan")):
         layer = Layer(norm(HIDDEN), replace(delta(), bound=bound), norm(HIDDEN), FORWARD)
         recipe = Recipe(HIDDEN, (layer,), norm(HIDDEN), linear(VOCABULARY, HIDDEN))
-        with pytest.raises(ConfigError, match="decays have no bound"):
+        with pytest.raises(ConfigError, match="a bound of decays is"):
             Program(recipe, cache)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moecache.decoding import states_cache
 from moecache.decoding.files.opening import open_text_model
 from tests.helpers.gguf_models import build_from, read_gguf, write_gguf
 from tests.helpers.gguf_texts import QUANTIZED, parts_of
@@ -54,16 +53,6 @@ def rounding_cache() -> Any:
             )
 
     return Rounding()
-
-
-@pytest.fixture
-def exact_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep keys and values in float32: sums in another order move none to another bfloat16."""
-
-    def exact(recipe: Any, _: str, *others: Any) -> Any:
-        return states_cache.empty_cache(recipe, "f32", *others)
-
-    monkeypatch.setattr("moecache.decoding.program_model.empty_cache", exact)
 
 
 def assert_near(path: Path, model: Any, new_cache: Any = None) -> None:

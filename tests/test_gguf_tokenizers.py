@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moecache.decoding.gguf._splits import SPLITS
+from moecache.decoding.files.splits import SPLITS
 from moecache.errors import ConfigError
 from tests.helpers.gguf_tokenizers import TEXTS, byte_level, gemma, sentencepiece
 

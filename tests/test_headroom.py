@@ -129,6 +129,34 @@ LFM2_8B = {
     "torch_dtype": "bfloat16",
 }
 
+# Both as published: 7 layers of each have keys.
+_LATENT_HEADS = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
+KIMI_LINEAR = {
+    **_LATENT_HEADS,
+    "num_hidden_layers": 27,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+LING_3 = {
+    **_LATENT_HEADS,
+    "num_hidden_layers": 42,
+    "layer_group_size": 6,
+    "head_dim": 128,
+    "short_conv_kernel_size": 4,
+}
+
 
 @pytest.mark.parametrize(
     ("config", "nbytes"),
@@ -144,6 +172,8 @@ LFM2_8B = {
         (NEMOTRON3_NANO, 6_144),  # 6 * 2 * (128 + 128) * 2
         (GRANITE4_TINY, 8_192),  # 4 * 4 * (128 + 128) * 2
         (LFM2_8B, 12_288),  # 6 * 8 * (64 + 64) * 2
+        (KIMI_LINEAR, 143_360),  # 7 * 32 * (192 + 128) * 2: heads' own, at most
+        (LING_3, 143_360),
         ({**MIXTRAL, "torch_dtype": "float16"}, 131_072),
         ({**MIXTRAL, "torch_dtype": "float32"}, 262_144),
         ({**MIXTRAL, "torch_dtype": None}, 262_144),  # transformers loads those in float32
@@ -169,6 +199,8 @@ def test_the_kv_cache_of_known_models(config: dict[str, Any], nbytes: int) -> No
         (NEMOTRON3_NANO, 3 * 23 * 4 * (64 * 64 * 128 + 4 * (64 * 64 + 2 * 8 * 128))),
         (GRANITE4_TINY, 3 * 36 * 4 * (48 * 64 * 128 + 4 * (48 * 64 + 2 * 128))),
         (LFM2_8B, 3 * 18 * 4 * 3 * 2048),
+        (KIMI_LINEAR, 3 * 20 * 4 * (32 * 128 * 128 + 4 * 3 * 32 * 128)),
+        (LING_3, 3 * 35 * 4 * (32 * 128 * 128 + 4 * 3 * 32 * 128)),
     ],
 )
 def test_the_states_of_known_models(config: dict[str, Any], nbytes: int) -> None:

@@ -15,7 +15,7 @@ from moecache.decoding._steps cimport (
     mc_held,
     mc_latent_item,
     mc_scale,
-    mc_softplus_gates,
+    mc_scale_parts,
     mc_store,
     mc_turn,
 )
@@ -124,8 +124,9 @@ cdef void _grouped(
             )
     heads.queries = w.queries
     _run_heads(mc_attend_item, heads, num)
-    if layer.gated_at_once:
-        mc_softplus_gates(w.mixed, w.gates, num * queries, layer.gated_at_once)
+    if layer.numbers_per_gate:
+        heads.level.softplus(w.gates, (num * layer.gates.matrix.rows + 15) & ~15)
+        mc_scale_parts(w.mixed, w.gates, num * queries, layer.numbers_per_gate)
     elif layer.is_gated:
         heads.level.gate(w.mixed, w.gates, (num * queries + 15) & ~15)
 

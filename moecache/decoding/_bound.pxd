@@ -65,14 +65,14 @@ cdef struct Layer:
     bint is_gated
     Linear gates
     # Numbers that a gate multiplies by its softplus; 0: each has one, and its sigmoid.
-    int64_t gated_at_once
+    int64_t numbers_per_gate
     float value_scale
     # Of linear attention, whose query is of all that goes through the convolution, whose key and
     # value say how states decay and change, and whose query's norm is its result's.
     bint is_linear
     bint is_tiled
     # With a decay for each number of a key: products that are made one behind the other.
-    bint is_wide
+    bint by_channel
     float bound
     Linear decay_low
     Linear decay

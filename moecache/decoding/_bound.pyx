@@ -254,10 +254,12 @@ cdef class Bound:
         self._bind_linear(&layer.query, a.query, hidden, queries * (1 + a.is_gated))
         if a.gate_function == "softplus" and a.gates is not None:
             has_one = a.gates.matrix.rows == layer.num_heads
-            layer.gated_at_once = layer.width if has_one else 1
+            layer.numbers_per_gate = layer.width if has_one else 1
+        elif a.gate_function == "softplus":
+            raise ConfigError("gates that become softplus have a matrix of their own")
         elif a.gate_function != "sigmoid":
-            raise ConfigError(f"gates are not given to {a.gate_function}")
-        self._bind_linear(&layer.gates, a.gates, hidden, queries // max(1, layer.gated_at_once))
+            raise ConfigError(f"gates become sigmoid or softplus, not {a.gate_function}")
+        self._bind_linear(&layer.gates, a.gates, hidden, queries // max(1, layer.numbers_per_gate))
         self._bind_linear(&layer.key, a.key, hidden, layer.num_kv_heads * layer.width)
         self._bind_linear(&layer.value, a.value, hidden, layer.num_kv_heads * layer.value_width)
         self._bind_linear(&layer.out, a.out, layer.num_heads * layer.value_width, hidden)
@@ -288,9 +290,9 @@ cdef class Bound:
 
     cdef int _bind_delta(self, Layer *layer, a) except -1:
         cdef int64_t hidden = self.hidden_size, keys, values
-        layer.is_wide, layer.bound = True, a.bound or 0.0
+        layer.by_channel, layer.bound = True, a.bound or 0.0
         if a.bound is not None and not -1e4 < layer.bound < 0:
-            raise ConfigError(f"decays have no bound of {a.bound}")
+            raise ConfigError(f"a bound of decays is {a.bound}, and not between -1e4 and 0")
         self._bind_heads(layer, a)
         keys, values = layer.num_heads * layer.width, layer.num_heads * layer.value_width
         self._bind_linear(&layer.query, a.query, hidden, keys)

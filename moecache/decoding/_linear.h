@@ -31,21 +31,24 @@ typedef struct {
     int64_t width, value_width;
     int is_tiled; /* whether a key's heads of values are `num_keys` apart, and not neighbours */
     int is_scan;
-    int is_wide; /* whether each number of a key decays by its own: `decays` and `steps` are as wide as keys */
+    int by_channel; /* whether each number of a key decays by its own: `decays` and `steps` are as wide as keys */
     float bound; /* of the logarithm of such a decay, if it is not 0 */
     int has_sigmoids; /* whether gates are sigmoids; else silus */
     int64_t kernel, channels;
     const float *conv, *conv_bias;           /* [kernel, channels], and [channels] or NULL */
     int has_activation;                      /* whether the convolution's silu goes on */
     int64_t queries_at, keys_at, values_at;  /* their first channels */
-    const float *rates, *steps;              /* [num_heads]: a state decays by exp(rate * softplus(x + step)) */
+    /* [num_heads], steps by channel [num_heads, width]: a state decays by exp(rate * softplus(x + step)). */
+    const float *rates, *steps;
     const float *skips;                      /* of a scan [num_heads]: how much of a value is added to the result */
     const uint8_t *norm;                     /* of a head's result, by the delta rule */
     int norm_type;
     float epsilon;
     const mc_stretch *stretches;
     float *mixed;                            /* [rows, channels] */
-    const float *decays, *shares;            /* [rows, num_heads]: before they are made parts of 1; a scan's are one */
+    /* [rows, num_heads], decays by channel [rows, num_heads, width]: before they are made parts of 1; a scan's are
+     * one. */
+    const float *decays, *shares;
     const float *gates;                      /* [rows, num_heads, value_width] */
     int64_t mixed_step, share_step, gate_step; /* numbers from a row of these to the next */
     float *out;                              /* [rows, num_heads, value_width] */
@@ -166,7 +169,7 @@ static inline void mc_gate_head(const mc_linear *l, int64_t row, int64_t head, f
 
 typedef float mc_head_numbers[MC_ROWS_TOGETHER][MC_MOST_HEAD];
 
-/* What rows [begin, end) of a stretch have each number of a head's key decay by, and the keys times that. */
+/* Writes the decays of each row's key, [begin, end) of a stretch, and the key times its decays. */
 static inline void mc_fade_rows(
     const mc_linear *l, const mc_stretch *s, int64_t head, int64_t begin, int64_t end, const float *keys,
     mc_head_numbers decays, mc_head_numbers faded)
@@ -197,7 +200,7 @@ static inline void mc_head_rows(
     for (int64_t t = begin; t < end; t++) {
         int64_t share = (s->first + t) * l->share_step + head;
         float step = 0;
-        if (!l->is_wide) {
+        if (!l->by_channel) {
             step = mc_softplus((l->is_scan ? l->shares : l->decays)[share] + l->steps[head]);
             decays[t - begin] = expf(l->rates[head] * step);
         }
@@ -206,7 +209,7 @@ static inline void mc_head_rows(
         /* Activations come in multiples of 16. */
         memset(results[t - begin] + l->value_width, 0, (size_t)(-l->value_width & 15) * sizeof *values);
     }
-    if (l->is_wide)
+    if (l->by_channel)
         mc_fade_rows(l, s, head, begin, end, keys, own, faded);
     mc_delta d = {
         .state = (begin ? s->next_states : s->states) + state,
@@ -219,8 +222,8 @@ static inline void mc_head_rows(
         .values = results[0],
         .key_step = key_step,
         .value_step = MC_MOST_HEAD,
-        .decays = l->is_wide ? own[0] : decays,
-        .faded = l->is_wide ? faded[0] : NULL,
+        .decays = l->by_channel ? own[0] : decays,
+        .faded = l->by_channel ? faded[0] : NULL,
         .shares = shares,
         .out = results[0],
     };

@@ -32,7 +32,7 @@ cdef extern from "_linear.h" nogil:
         int64_t value_width
         int is_tiled
         int is_scan
-        int is_wide
+        int by_channel
         float bound
         int has_sigmoids
         int64_t kernel

@@ -26,7 +26,7 @@ cdef void recur(Workspace w, Context c, int64_t at) noexcept nogil:
         _short(w, c, layer, &job)
     elif layer.is_scan:
         _space(w, c, layer, &job)
-    elif layer.is_wide:
+    elif layer.by_channel:
         _delta(w, c, layer, &job)
     else:
         _linear(w, c, layer, &job)
@@ -41,7 +41,7 @@ cdef mc_linear _convolution(Workspace w, Context c, int64_t at) noexcept nogil:
     job.num_keys, job.num_heads = layer.num_keys, layer.num_heads
     job.width, job.value_width = layer.width, layer.value_width
     job.is_tiled, job.is_scan = layer.is_tiled, layer.is_scan
-    job.is_wide, job.bound = layer.is_wide, layer.bound
+    job.by_channel, job.bound = layer.by_channel, layer.bound
     job.kernel, job.channels = layer.kernel, layer.channels
     job.conv, job.conv_bias = layer.conv, layer.conv_bias
     job.has_activation = not layer.is_short

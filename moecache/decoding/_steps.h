@@ -127,13 +127,11 @@ static inline void mc_clip(float *values, int64_t num, float bound)
             values[i] = -bound;
 }
 
-/* Multiplies each `each` of `num` numbers by log(1 + exp(gate)), which of large gates is the gate. */
-static inline void mc_softplus_gates(float *x, const float *gates, int64_t num, int64_t each)
+/* Multiplies each `each` of `num` numbers by a gate of theirs. */
+static inline void mc_scale_parts(float *x, const float *gates, int64_t num, int64_t each)
 {
-    for (int64_t i = 0; i < num; i += each) {
-        float gate = gates[i / each];
-        mc_scale(x + i, each, gate > 20 ? gate : log1pf(expf(gate)));
-    }
+    for (int64_t i = 0; i < num; i += each)
+        mc_scale(x + i, each, gates[i / each]);
 }
 
 /* What a row sees of its sequence, [kv_heads, positions, width]. */

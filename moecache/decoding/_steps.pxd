@@ -80,7 +80,7 @@ cdef extern from "_steps.h" nogil:
     void mc_add(float *to, const float *given, int64_t num, float scale)
     void mc_scale(float *values, int64_t num, float factor)
     void mc_clip(float *values, int64_t num, float bound)
-    void mc_softplus_gates(float *x, const float *gates, int64_t num, int64_t each)
+    void mc_scale_parts(float *x, const float *gates, int64_t num, int64_t each)
     void mc_attend_item(void *job, int64_t item)
     void mc_latent_item(void *job, int64_t item)
     void mc_top(const float *scores, int64_t num_scores, int64_t num, int32_t *out)

@@ -217,7 +217,7 @@ class DeltaAttention:
     value : Linear [num_heads * value_width, hidden_size]
         Their results go through the convolution, one behind the other.
     decays : tuple of Linear, to [num_heads * width]
-        One product, or one behind another.
+        One product, or two, the second of what the first makes.
     shares : Linear [num_heads, hidden_size]
     gates : tuple of Linear, to [num_heads * value_width]
         Likewise; their sigmoid multiplies the norm of what heads give.

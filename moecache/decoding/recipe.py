@@ -73,7 +73,7 @@ class Router:
     scales_input : bool, default False
         Whether the weight of a token's only expert multiplies its input, and not its result.
     cap : float, default 0
-        If it is not 0, logits are cap * tanh(logits / cap).
+        If it is above 0, logits are cap * tanh(logits / cap).
     """
 
     linear: Linear

@@ -5,15 +5,15 @@
 #define COLUMNS (LANES == 16 ? 4 : 2)
 
 /* The rule for `registers` times LANES columns of a head's state, or for the `rest` of them, row after row. */
-INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, int64_t rest, int is_wide)
+INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, int64_t rest, int by_channel)
 {
     size_t size = (size_t)(rest ? rest : LANES) * 4;
     const float *from = d->state + column;
     float *to = d->next + column;
     for (int64_t row = 0; row < d->num; row++, from = to) {
         const float *key = d->keys + row * d->key_step, *query = d->queries + row * d->key_step;
-        const float *decays = d->decays + row * (is_wide ? d->key_step : 1);
-        const float *seen = is_wide ? d->faded + row * d->key_step : key;
+        const float *decays = d->decays + row * (by_channel ? d->key_step : 1);
+        const float *seen = by_channel ? d->faded + row * d->key_step : key;
         vf decay = LEVEL(all)(decays[0]), share = LEVEL(all)(d->shares[row]);
         vf held[COLUMNS] = {{0}}, sums[COLUMNS] = {{0}}, change[COLUMNS] = {{0}};
         for (int64_t k = 0; k < d->width; k++) {
@@ -26,12 +26,12 @@ INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, i
         /* What is held for the key, once it has decayed, goes a part of the way to the value. */
         for (int i = 0; i < registers; i++) {
             memcpy(&change[i], d->values + row * d->value_step + column + i * LANES, size);
-            change[i] = (change[i] - (is_wide ? sums[i] : sums[i] * decay)) * share;
+            change[i] = (change[i] - (by_channel ? sums[i] : sums[i] * decay)) * share;
             sums[i] = (vf){0};
         }
         for (int64_t k = 0; k < d->width; k++) {
             vf own = LEVEL(all)(key[k]), asked = LEVEL(all)(query[k]);
-            if (is_wide)
+            if (by_channel)
                 decay = LEVEL(all)(decays[k]);
             _Pragma("GCC unroll 4") for (int i = 0; i < registers; i++) {
                 memcpy(&held[i], from + k * d->value_width + i * LANES, size);
@@ -45,15 +45,15 @@ INLINE void LEVEL(delta_few)(const mc_delta *d, int64_t column, int registers, i
     }
 }
 
-INLINE void LEVEL(delta_all)(const mc_delta *d, int is_wide)
+INLINE void LEVEL(delta_all)(const mc_delta *d, int by_channel)
 {
     int64_t c = 0;
     for (; c + COLUMNS * LANES <= d->value_width; c += COLUMNS * LANES)
-        LEVEL(delta_few)(d, c, COLUMNS, 0, is_wide);
+        LEVEL(delta_few)(d, c, COLUMNS, 0, by_channel);
     for (; c + LANES <= d->value_width; c += LANES)
-        LEVEL(delta_few)(d, c, 1, 0, is_wide);
+        LEVEL(delta_few)(d, c, 1, 0, by_channel);
     if (c < d->value_width)
-        LEVEL(delta_few)(d, c, 1, d->value_width - c, is_wide);
+        LEVEL(delta_few)(d, c, 1, d->value_width - c, by_channel);
 }
 
 /* Rows' queries of a state that each row's key and value change first. A row's bits depend on it and on those before
@@ -82,6 +82,25 @@ INLINE vf LEVEL(log)(vf x)
     return (rest + value) + twos * 0.693359375f;
 }
 
+/* log(1 + exp(x)). Large values are their own, and what is no number stays none. */
+INLINE vf LEVEL(soft)(vf x)
+{
+    vi stays = ~(vi)(x <= 20.0f);
+    vf soft = LEVEL(log)(1.0f + LEVEL(exp)((vf)(~stays & (vi)x)));
+    return (vf)((stays & (vi)x) | (~stays & (vi)soft));
+}
+
+/* x = log(1 + exp(x)); `num` is a multiple of 16. */
+static void LEVEL(softplus)(float *x, int64_t num)
+{
+    for (int64_t i = 0; i < num; i += LANES) {
+        vf value;
+        memcpy(&value, x + i, sizeof value);
+        value = LEVEL(soft)(value);
+        memcpy(x + i, &value, sizeof value);
+    }
+}
+
 /* x = exp(rate * softplus(x)), or, with a bound, exp(bound * sigmoid(-rate * x)); `num` is a multiple of 16. */
 static void LEVEL(fade)(float *x, int64_t num, float rate, float bound)
 {
@@ -90,12 +109,8 @@ static void LEVEL(fade)(float *x, int64_t num, float rate, float bound)
         memcpy(&value, x + i, sizeof value);
         if (bound != 0)
             value = bound / (1.0f + LEVEL(exp)(value * rate));
-        else {
-            /* Large values are their own softplus, and what is no number stays none. */
-            vi stays = ~(vi)(value <= 20.0f);
-            vf soft = LEVEL(log)(1.0f + LEVEL(exp)((vf)(~stays & (vi)value)));
-            value = (vf)((stays & (vi)value) | (~stays & (vi)soft)) * rate;
-        }
+        else
+            value = LEVEL(soft)(value) * rate;
         value = LEVEL(exp)(value);
         memcpy(x + i, &value, sizeof value);
     }

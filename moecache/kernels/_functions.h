@@ -67,6 +67,7 @@ typedef struct {
         const mc_attention *a, const float *const *shares, int64_t num_queries, int64_t num,
         float *const *out);
     void (*delta)(const mc_delta *d);
+    void (*softplus)(float *x, int64_t num);
     void (*fade)(float *x, int64_t num, float rate, float bound);
     void (*scan)(const mc_delta *d);
     void (*gate)(float *x, const float *gate, int64_t num);

@@ -84,6 +84,7 @@ cdef extern from "_jobs.h" nogil:
             float *gate, const float *up, int64_t num, const mc_activation *how
         ) noexcept nogil
         void (*gate)(float *x, const float *gate, int64_t num) noexcept nogil
+        void (*softplus)(float *x, int64_t num) noexcept nogil
         uint8_t *(*form)(const mc_file *, int64_t, uint8_t *, int *) noexcept nogil
         uint32_t (*read)(const uint8_t *, int64_t) noexcept nogil
 

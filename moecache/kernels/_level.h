@@ -29,7 +29,8 @@ void LEVEL(set)(mc_level *level)
         .activate = LEVEL(activate), .quantize = LEVEL(quantize),
         .form = LEVEL(form), .expand = LEVEL(expand), .read = LEVEL(read),
         .attend = LEVEL(attend), .score = LEVEL(score), .mix = LEVEL(mix),
-        .delta = LEVEL(delta), .fade = LEVEL(fade), .scan = LEVEL(scan), .gate = LEVEL(gate),
+        .delta = LEVEL(delta), .softplus = LEVEL(softplus),
+        .fade = LEVEL(fade), .scan = LEVEL(scan), .gate = LEVEL(gate),
         .attend_page = {LEVEL(page_attend), LEVEL(page_attend)},
     };
     memcpy(level->planes, LEVEL(all_planes), sizeof level->planes);

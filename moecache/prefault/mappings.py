@@ -76,10 +76,13 @@ class Mapping(NamedTuple):
 
 
 def read_mappings(proc: Path = Path("/proc")) -> list[Mapping] | None:
-    """Return this process's mappings by address, or None where the system has no such list."""
+    """Return this process's mappings by address; None where the system has no such list."""
     try:
-        found = _LINE.findall((proc / "self/maps").read_bytes())
+        text = (proc / "self/maps").read_bytes()
     except OSError:
+        return None
+    found = _LINE.findall(text)
+    if len(found) != text.count(b"\n"):
         return None
     return [
         Mapping(

@@ -142,8 +142,8 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     """Return the bytes of one token's keys and values in all layers; 0 if config does not say.
 
     Every layer that has keys and values counts as full attention in the model's dtype: what
-    Hugging Face transformers allocates at most (for multi-head latent attention, its
-    decompressed heads).
+    Hugging Face transformers allocates at most. Multi-head latent attention counts by its
+    decompressed heads, of which newer releases hold the latents alone.
     """
     num_layers = _number(config, "num_hidden_layers")
     num_heads = _number(config, "num_attention_heads")
@@ -168,14 +168,17 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
 def states_per_text(config: Mapping[str, Any]) -> int:
     """Return the bytes of a text's states in all places and layers that hold some, in float32.
 
-    0 if config does not say. Qwen 3.5's and Qwen3-Next's gated delta rule, Mamba 2 as Nemotron and
-    Granite have it, LFM2's convolutions.
+    0 if config does not say. Qwen 3.5's and Qwen3-Next's gated delta rule, Kimi's delta attention,
+    Mamba 2 as Nemotron and Granite have it, LFM2's convolutions.
     """
     # Heads' states, and the rows that a convolution sees.
     keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
     values = _number(config, "linear_num_value_heads") * _number(config, "linear_value_head_dim")
     held = _number(config, "linear_key_head_dim") * values
     seen = (2 * keys + values) * _number(config, "linear_conv_kernel_dim")
+    num_heads, width, kernel = _delta_sizes(config)
+    held += num_heads * width * width
+    seen += 3 * num_heads * width * kernel
     size = _number(config, "ssm_state_size", "mamba_d_state")
     values = _number(config, "mamba_num_heads", "mamba_n_heads")
     values *= _number(config, "mamba_head_dim", "mamba_d_head")
@@ -187,16 +190,35 @@ def states_per_text(config: Mapping[str, Any]) -> int:
     return 4 * STATE_PLACES * num_layers * (held + seen)
 
 
+def _delta_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return heads, their width and the rows of the convolution of Kimi's delta attention."""
+    said = config.get("linear_attn_config")
+    said = said if isinstance(said, Mapping) else {}
+    names = ["linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"]
+    usual = ("num_heads", "head_dim", "short_conv_kernel_size")
+    sizes = [_number(said, a) or _number(config, b) for a, b in zip(usual, names, strict=True)]
+    if "layer_group_size" in config:
+        # Ling as it is published.
+        own = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
+        sizes = [size or _number(config, name) for size, name in zip(sizes, own, strict=True)]
+    num_heads, width, kernel = sizes
+    return num_heads, width, kernel
+
+
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
     """Return each layer's kind, as transformers names them; nothing if config does not say."""
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         return [_PATTERN.get(letter, "full_attention") for letter in pattern]
     found = config.get("layer_types") or config.get("layers_block_type")
-    every = _number(config, "full_attention_interval")
+    # As Qwen3-Next's are by default, and Ling's.
+    every = _number(config, "full_attention_interval", "layer_group_size")
+    layers = range(1, min(_number(config, "num_hidden_layers"), _MOST_LAYERS) + 1)
+    said = config.get("linear_attn_config")
+    full = said.get("full_attn_layers") if isinstance(said, Mapping) else None
+    if not found and isinstance(full, list):
+        return ["full_attention" if layer in full else "linear_attention" for layer in layers]
     if not found and every:
-        # As Qwen3-Next's are by default.
-        layers = range(1, min(_number(config, "num_hidden_layers"), _MOST_LAYERS) + 1)
         return ["linear_attention" if layer % every else "full_attention" for layer in layers]
     is_known = isinstance(found, list) and all(isinstance(kind, str) for kind in found)
     return [_OLDER.get(kind, kind) for kind in found or ()] if is_known else []

@@ -113,11 +113,12 @@ def delta(*, bound: float | None = None, kernel: int = 3) -> DeltaAttention:
     keys, values = HEADS * 9, HEADS * 21
 
     def chain(rows: int) -> tuple[Linear, ...]:
-        return (linear(rows, HIDDEN),) if bound else (linear(5, HIDDEN), linear(rows, 5))
+        # Not what keys, or values, are multiplied by.
+        return (linear(rows, HIDDEN, bias=True),) if bound else (linear(5, HIDDEN), linear(rows, 5))
 
     return DeltaAttention(
         query=linear(keys, HIDDEN),
-        key=linear(keys, HIDDEN, bias=True),
+        key=linear(keys, HIDDEN),
         value=linear(values, HIDDEN),
         decays=chain(keys),
         shares=linear(HEADS, HIDDEN),

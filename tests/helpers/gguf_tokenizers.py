@@ -38,7 +38,7 @@ def byte_level(pre: str, *, num_tokens: int = 700) -> dict[str, Any]:
     """Return the metadata of a byte-level vocabulary whose texts are cut in one of the ways."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-    from moecache.decoding.gguf._splits import SPLITS
+    from moecache.decoding.files.splits import SPLITS
 
     made = Tokenizer(models.BPE())
     cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[pre].patterns]
@@ -137,7 +137,7 @@ def _merges(made: Any) -> list[str]:
 
 def vocabularies() -> Mapping[str, Callable[[], dict[str, Any]]]:
     """Return what makes the metadata of a vocabulary of each kind, by its name."""
-    from moecache.decoding.gguf._splits import SPLITS
+    from moecache.decoding.files.splits import SPLITS
 
     return {
         **{name: partial(byte_level, name) for name in SPLITS},

@@ -53,7 +53,7 @@ class LinearSizes(NamedTuple):
     value_width: int
     kernel: int
     is_space: bool = False
-    is_wide: bool = False
+    by_channel: bool = False
 
     @property
     def values(self) -> int:
@@ -88,6 +88,7 @@ class Facts:
     num_heads : int
         Heads of queries, at most.
     heads_of_layers : sequence of int
+        Those of each layer.
     num_experts, top_k : int
     rank : int or None
         Numbers of a latent that keys and values are made of.
@@ -394,7 +395,7 @@ def _linear_sizes(said: Mapping[str, Any]) -> LinearSizes | None:
     if "linear_head_dim" in said:
         heads, width = said["linear_num_heads"], said["linear_head_dim"]
         kernel = said["linear_conv_kernel_dim"]
-        return LinearSizes(heads, heads, width, width, kernel, is_wide=True)
+        return LinearSizes(heads, heads, width, width, kernel, by_channel=True)
     if "conv_L_cache" in said:
         return LinearSizes(0, 1, 0, said["hidden_size"], said["conv_L_cache"])
     return None

@@ -34,8 +34,8 @@ def stateful_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
         )
     if is_short:
         return _short_tensors(facts, at)
-    if sizes.is_wide:
-        return _wide_tensors(facts, at, found)
+    if sizes.by_channel:
+        return _channel_tensors(facts, at, found)
     return _space_tensors(facts, at) if sizes.is_space else _delta_tensors(facts, at, found)
 
 
@@ -44,8 +44,8 @@ def read_stateful(facts: Facts, trunk: Trunk, at: str) -> Stateful:
     sizes = _sizes(facts)
     if _is_short(sizes):
         return _short(trunk, at)
-    if sizes.is_wide:
-        return _wide(facts, trunk, at)
+    if sizes.by_channel:
+        return _channel(facts, trunk, at)
     return _space(facts, trunk, at) if sizes.is_space else _delta(facts, trunk, at)
 
 
@@ -78,7 +78,7 @@ def _delta_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     yield f"{at}.ssm_out.weight", (hidden, sizes.values)
 
 
-def _wide_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
+def _channel_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     hidden, sizes, values = facts.hidden_size, _sizes(facts), _sizes(facts).values
     bound = _bound_of(facts)
     if bound is not None and not -1e4 < bound < 0:
@@ -177,7 +177,7 @@ def _delta(facts: Facts, trunk: Trunk, at: str) -> LinearAttention:
     )
 
 
-def _wide(facts: Facts, trunk: Trunk, at: str) -> DeltaAttention:
+def _channel(facts: Facts, trunk: Trunk, at: str) -> DeltaAttention:
     sizes = _sizes(facts)
 
     def chain(part: str) -> tuple[Linear, ...]:

@@ -14,8 +14,8 @@ from tokenizers import (
     processors,
 )
 
+from moecache.decoding.files.splits import SPLITS, Split
 from moecache.decoding.files.tokenizer import FileTokenizer
-from moecache.decoding.gguf._splits import SPLITS, Split
 from moecache.errors import ConfigError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type

@@ -52,6 +52,12 @@ class Config:
         """Return the same, in which keys may go by other names, given by the usual ones."""
         found = Config(self._outer, self.largest)
         found._names = names
+        for usual, own in names.items():
+            if (
+                own in self._values
+                and self._values.get(usual, self._values[own]) != self._values[own]
+            ):
+                raise self.unsupported(usual)
         return found
 
     def whole(self, name: str) -> Any:
@@ -92,7 +98,10 @@ class Config:
         return self._real(name, found, least)
 
     def number(self, name: str, default: Any = _MISSING) -> Any:
-        """Return a whole number, at least 1, that is no size of the checkpoint's tensors."""
+        """Return a whole number, at least 1, that is no size of the checkpoint's tensors.
+
+        Or the default.
+        """
         found = self._found(name, default)
         if found is default:
             return found
@@ -108,7 +117,10 @@ class Config:
         raise self.unsupported(name)
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Raise the error of `unsupported` unless a value is one of some, or not there."""
+        """Raise the error of `unsupported` unless a value is one of some, or not there.
+
+        Null is a value.
+        """
         if self._values.get(self._own(name), allowed[0]) not in allowed:
             raise self.unsupported(name)
 

@@ -141,6 +141,10 @@ def mimo(config: Config) -> dict[str, Any]:
     blocks = config.kinds("mlp_layer_types", ("dense", "sparse"), usual)
     known["hybrid_layer_pattern"] = [int(kind == SLIDING) for kind in kinds]
     known["moe_layer_freq"] = [int(block == "sparse") for block in blocks]
+    known["layernorm_epsilon"] = 1e-5
+    if config.get("rope_parameters") is None:
+        known |= {"rope_theta": 5e6, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334}
+        known["rope_scaling"] = None
     for name, value in known.items():
         config.require(name, value)
     own = config.number("sliding_window", 129)

@@ -46,8 +46,8 @@ class Row:
     activation : tuple of str
         What the activation of feed-forwards is called, and the values that it may have.
     names : mapping of str to str
-        What keys are called that have other names, by the usual ones.
-    ways : mapping
+        Names of keys in this family's config.json, by the usual names.
+    overrides : mapping
         Fields of `Known` that are otherwise than those of GGUF files.
     """
 
@@ -64,7 +64,7 @@ class Row:
     stored: str = "rows"
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     names: Mapping[str, str] = field(default_factory=dict)
-    ways: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 def settings_of(config: Config, row: Row) -> dict[str, Any]:
@@ -111,7 +111,7 @@ _KIMI_NAMES = {
 ROWS: Mapping[str, Row] = {
     "afmoe": Row("afmoe", "Afmoe", _settings.afmoe, head_dim=128),
     "bailing_hybrid": Row("bailingmoe3", "BailingHybrid", _stateful.bailing, names=_KIMI_NAMES),
-    "axk1": Row("deepseek2", "AXK1", _settings.axk1, ways={"sum_norm": "post_ffw_norm"}),
+    "axk1": Row("deepseek2", "AXK1", _settings.axk1, overrides={"sum_norm": "post_ffw_norm"}),
     "deepseek_v2": Row("deepseek2", "DeepseekV2", _settings.deepseek2),
     "deepseek_v3": Row("deepseek2", "DeepseekV3", _settings.deepseek3),
     "dots1": Row("dots1", "Dots1", _settings.dots1),
@@ -119,7 +119,7 @@ ROWS: Mapping[str, Row] = {
         "ernie4_5-moe", "Ernie4_5_Moe", _settings.ernie, is_tied=True, has_wide_routers=True
     ),
     "exaone_moe": Row("exaone-moe", "ExaoneMoe", _settings.exaone),
-    "flex_olmo": Row("olmoe", "FlexOlmo", _settings.olmoe, ways={"part_norms": _PART_NORMS}),
+    "flex_olmo": Row("olmoe", "FlexOlmo", _settings.olmoe, overrides={"part_norms": _PART_NORMS}),
     "gemma4_text": Row(
         "gemma4",
         "Gemma4",
@@ -155,7 +155,14 @@ ROWS: Mapping[str, Row] = {
     "llama4_text": Row("llama4", "Llama4", _settings.llama4, head_dim=128, stored="columns"),
     "lfm2_moe": Row("lfm2moe", "Lfm2Moe", _stateful.lfm2, is_tied=True, epsilon="norm_eps"),
     "mellum": Row("qwen3moe", "Mellum", _layered.mellum, head_dim=128, share=0.0),
-    "mimo_v2_flash": Row("mimo2", "MiMoV2Flash", _layered.mimo, head_dim=192, share=0.0),
+    "mimo_v2_flash": Row(
+        "mimo2",
+        "MiMoV2Flash",
+        _layered.mimo,
+        head_dim=192,
+        share=0.0,
+        names={"rms_norm_eps": "layernorm_epsilon"},
+    ),
     "minimax_m2": Row(
         "minimax-m2", "MiniMaxM2", _settings.minimax, head_dim=128, turned="rotary_dim"
     ),

@@ -60,7 +60,7 @@ def kimi_linear(config: Config) -> dict[str, Any]:
     names = ("head_dim", "num_heads", "short_conv_kernel_size")
     usual = ("head_dim", "num_heads", "conv_kernel_dim")
     sizes = {
-        f"linear_{name}": Config({name: said[own]}, config.largest).size(name, least=1)
+        f"linear_{name}": Config({own: said[own]}, config.largest).size(own, least=1)
         if own in said
         else config.size(f"linear_{name}", least=1)
         for own, name in zip(names, usual, strict=True)

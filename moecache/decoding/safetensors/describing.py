@@ -48,7 +48,7 @@ def describe_checkpoint(store: SafetensorsStore) -> Described:
     settings = settings_of(config, row)
     gate = {**known.gate, **(row.gate(config) if row.gate else {})}
     # Heads lie as transformers has them.
-    known = replace(known, gate=gate, is_tiled=False, **row.ways)
+    known = replace(known, gate=gate, is_tiled=False, **row.overrides)
     is_tied = config.is_tied
     turned = store.layout.find_transposed() if row.stored != "rows" else frozenset()
     if row.stored == "either" and any(_is_square(role) for role in roles if role.name in turned):

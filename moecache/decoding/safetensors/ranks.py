@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from moecache.decoding.gguf._splits import SPLITS
+from moecache.decoding.files.splits import SPLITS
 from moecache.errors import FormatError
 from moecache.stores._checkpoint import read_small
 
@@ -16,6 +16,7 @@ from moecache.stores._checkpoint import read_small
 _PRINTED = (range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100))
 # Tokens that are no text, behind those of the file.
 _NUM_RESERVED, _MOST_ADDED = 256, 2**16
+_MOST_BYTES = 1024  # of a token
 _RESERVED = "<|reserved_token_{}|>"
 
 
@@ -41,7 +42,12 @@ def read_ranks(file: Path, added: dict[int, AddedToken]) -> Tokenizer:
     """
     tokens = _tokens_of(file)
     if added and min(added) < len(tokens):
-        raise FormatError(f"{file}: token {min(added)} is {added[min(added)].content!r}, too")
+        raise FormatError(
+            f"{file}: token {min(added)} is {added[min(added)].content!r}, too; download it and "
+            "tokenizer_config.json again"
+        )
+    if any(not token.content for token in added.values()):
+        raise FormatError(f"{file.parent}: tokenizer_config.json adds a token without text")
     letters = _letters()
     names = ["".join(map(letters.__getitem__, token)) for token in tokens]
     vocabulary = {name: rank for rank, name in enumerate(names)}
@@ -58,7 +64,10 @@ def read_ranks(file: Path, added: dict[int, AddedToken]) -> Tokenizer:
     # Each has the next id, unless it is a token already.
     if found.add_tokens(more) != len(more):
         counts = Counter([*vocabulary, *(token.content for token in more)])
-        raise FormatError(f"{file}: {counts.most_common(1)[0][0]!r} is two tokens")
+        raise FormatError(
+            f"{file}: {counts.most_common(1)[0][0]!r} is two tokens; download "
+            "tokenizer_config.json again"
+        )
     return found
 
 
@@ -66,7 +75,9 @@ def _end(num_tokens: int, added: dict[int, AddedToken]) -> int:
     """Return the first id behind all tokens."""
     end = max(num_tokens + _NUM_RESERVED, max(added, default=0) + 1)
     if end > num_tokens + _MOST_ADDED:
-        raise FormatError(f"tokenizer_config.json adds token {end - 1} to {num_tokens}")
+        raise FormatError(
+            f"tokenizer_config.json adds token {end - 1} to {num_tokens}; download it again"
+        )
     return end
 
 
@@ -79,6 +90,9 @@ def _tokens_of(file: Path) -> list[bytes]:
     except (binascii.Error, ValueError) as error:
         raise FormatError(f"{file}: is no file of tokens and ranks: {error}") from error
     found = dict(zip(ranks, tokens, strict=False))
+    longest = max(map(len, tokens), default=0)
+    if longest > _MOST_BYTES:
+        raise FormatError(f"{file}: has a token of {longest} bytes; download it again")
     is_whole = len(found) == len(ranks) == len(tokens) == len({*tokens})
     if not is_whole or {*found} != {*range(len(found))} or b"" in tokens:
         raise FormatError(f"{file}: its tokens, or their ranks, are not one each from 0 on")

@@ -43,12 +43,15 @@ def read_directory(directory: Path) -> FileTokenizer:
         known = {name: token.content for name, token in special.items() if token is not None}
         added = dict(_by_id(said))
         found = read_ranks(file, added) if has_ranks else Tokenizer.from_str(text)
+        num_added = len(found.get_added_tokens_decoder())
         # A text is as long as it is.
         found.no_truncation()
         found.no_padding()
         if not has_ranks:
             found.add_tokens(_added(said))
         found.add_special_tokens([token for token in special.values() if token is not None])
+        if has_ranks and len(found.get_added_tokens_decoder()) != num_added:
+            raise FormatError(f"{directory}: a token of tokenizer_config.json has no id")
     except MoeCacheError:
         raise
     except Exception as error:  # tokenizers has no class for its errors

@@ -138,8 +138,10 @@ class AttentionReader:
     def _delta(self, module: Any) -> DeltaAttention:
         weights, forget = self._weights, module.forget_gate
         conv, bias = self._convolution(module.conv1d)
-        if bias is not None or module.activation != "silu":
+        if bias is not None or weights.number(module, "activation") != "silu":
             raise UnknownFamilyError("its convolution has a bias, or another activation")
+        if weights.number(module.o_norm, "activation") != "sigmoid":
+            raise UnknownFamilyError("its gates have another activation")
         weights.uses(forget)
         for name in ("A_log", "dt_bias"):
             weights.watched(forget, name)

@@ -126,6 +126,7 @@ LONG = {
         ("bailing_hybrid", {"no_kda_lora": False}, "no_kda_lora is False"),
         ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta is"),
         ("granitemoe_swa", {"layer_rope_theta": [1e4, 0.5, 0]}, "layer_rope_theta is"),
+        ("granitemoe_swa", {"layer_rope_theta": [1e4, False, 0]}, "layer_rope_theta is"),
         ("laguna", {"gating": "per-layer"}, "gating is 'per-layer'"),
         ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "heads_per_layer is"),
         ("laguna", {"num_attention_heads_per_layer": [4, 4, 0]}, "heads_per_layer is"),

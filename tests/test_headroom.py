@@ -1,5 +1,6 @@
 """headroom: the KV cache of known models, the parts of what stays free, what is refused."""
 
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -136,6 +137,7 @@ _LATENT_HEADS = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    "kv_lora_rank": 512,
     "torch_dtype": "bfloat16",
 }
 KIMI_LINEAR = {
@@ -164,7 +166,8 @@ LING_3 = {
         (MIXTRAL, 131_072),  # 32 layers * 8 heads * (128 + 128) * 2 bytes
         (QWEN3_30B, 98_304),  # 48 * 4 * (128 + 128) * 2, not hidden / heads
         (OLMOE, 131_072),  # 16 * 16 * (128 + 128) * 2
-        (DEEPSEEK_V3, 4_997_120),  # 61 * 128 * (192 + 128) * 2
+        (DEEPSEEK_V3, 152_192),  # (61 * (512 + 64) + 128 * (192 + 128)) * 2
+        ({**DEEPSEEK_V3, "index_head_dim": 128}, 167_808),  # 61 * 128 * 2 more
         (GPT_OSS, 49_152),  # 24 * 8 * (64 + 64) * 2
         (QWEN3_5, 20_480),  # 10 * 2 * (256 + 256) * 2: the others have states
         ({**QWEN3_5, "layer_types": None, "full_attention_interval": 4}, 20_480),
@@ -172,8 +175,8 @@ LING_3 = {
         (NEMOTRON3_NANO, 6_144),  # 6 * 2 * (128 + 128) * 2
         (GRANITE4_TINY, 8_192),  # 4 * 4 * (128 + 128) * 2
         (LFM2_8B, 12_288),  # 6 * 8 * (64 + 64) * 2
-        (KIMI_LINEAR, 143_360),  # 7 * 32 * (192 + 128) * 2: heads' own, at most
-        (LING_3, 143_360),
+        (KIMI_LINEAR, 28_544),  # (7 * (512 + 64) + 32 * (192 + 128)) * 2
+        (LING_3, 28_544),
         ({**MIXTRAL, "torch_dtype": "float16"}, 131_072),
         ({**MIXTRAL, "torch_dtype": "float32"}, 262_144),
         ({**MIXTRAL, "torch_dtype": None}, 262_144),  # transformers loads those in float32
@@ -210,6 +213,26 @@ def test_the_states_of_known_models(config: dict[str, Any], nbytes: int) -> None
     said = headroom(1000, config, token_bytes=10, state_bytes=7)
     assert (said.state_bytes, said.kv_cache_bytes) == (7, 10 * said.context_tokens)
     assert said.nbytes == 1000 + 7 + said.kv_cache_bytes + RESERVE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("release", "nbytes"),
+    [("5.14.1", 4_997_120), ("5.15.0.dev0", 152_192), ("6.0", 152_192), (None, 152_192)],
+)
+def test_older_releases_of_transformers_expand_latents(
+    monkeypatch: pytest.MonkeyPatch, release: str | None, nbytes: int
+) -> None:
+    """61 * 128 * (192 + 128) * 2; without one nothing does."""
+
+    def version(_: str) -> str:
+        if release is None:
+            raise PackageNotFoundError
+        return release
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    found = module._holds_latents.__wrapped__  # no earlier test's
+    monkeypatch.setattr(module, "_holds_latents", found)
+    assert kv_bytes_per_token(DEEPSEEK_V3) == nbytes
 
 
 @pytest.mark.parametrize("missing", ["num_hidden_layers", "num_attention_heads"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from moecache.errors import CapacityError
@@ -20,6 +21,9 @@ _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 _MOST_LAYERS = 10_000  # more than any model has
 # Nemotron's letters for them.
 _PATTERN = {"M": "linear_attention", "E": "moe", "-": "mlp"}
+# Release of transformers, and what is held of a position beside its latent.
+_FIRST_WITH_LATENTS = (5, 15)
+_BESIDE_LATENTS = ("qk_rope_head_dim", "index_head_dim")
 # Places of a text's states: what is read, what is written, and what is saved for its pages.
 STATE_PLACES = 3
 # A sixteenth of a host's free memory stays spare, but at least 32 MiB, if these are no more than a
@@ -142,8 +146,8 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     """Return the bytes of one token's keys and values in all layers; 0 if config does not say.
 
     Every layer that has keys and values counts as full attention in the model's dtype: what
-    Hugging Face transformers allocates at most. Multi-head latent attention counts by its
-    decompressed heads, of which newer releases hold the latents alone.
+    Hugging Face transformers allocates at most. Of multi-head latent attention that is the latents
+    and one layer's decompressed heads, or with releases before 5.15 the heads of all layers.
     """
     num_layers = _number(config, "num_hidden_layers")
     num_heads = _number(config, "num_attention_heads")
@@ -159,10 +163,27 @@ def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
     # Gemma 4's layers that see all positions have heads of their own.
     wide = 2 * (_number(config, "num_global_key_value_heads") or kv_heads)
     wide *= _number(config, "global_head_dim")
+    rank, once = _number(config, "kv_lora_rank"), 0
+    if rank and _holds_latents():
+        once, usual = usual, rank + sum(_number(config, name) for name in _BESIDE_LATENTS)
     sizes = {"full_attention": wide or usual, **dict.fromkeys(_WITHOUT_KEYS, 0)}
     numbers = sum(sizes.get(kind, usual) for kind in kinds) if kinds else num_layers * usual
+    numbers += once
     dtype = config.get("dtype", config.get("torch_dtype"))
     return numbers * (4 if dtype is None or dtype == "float32" else 2)
+
+
+@cache
+def _holds_latents() -> bool:
+    """Return whether models' caches hold latents: an older transformers expands them."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return True
+    numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
+    return tuple(numbers) >= _FIRST_WITH_LATENTS
 
 
 def states_per_text(config: Mapping[str, Any]) -> int:

@@ -144,7 +144,11 @@ class Config:
         found = self.get(name, usual)
         if not isinstance(found, list) or len(found) != self.num_layers:
             raise self.unsupported(name)
-        return [self._real(name, base, 1.0) if base else None for base in found]
+        is_zero = [type(base) in (int, float) and base == 0 for base in found]
+        return [
+            None if zero else self._real(name, base, 1.0)
+            for base, zero in zip(found, is_zero, strict=True)
+        ]
 
     @property
     def is_tied(self) -> bool | None:

@@ -109,7 +109,7 @@ def child(task: dict[str, Any]) -> None:
         before.append(used_bytes(group))
         return opening.open_with(plan, store)
 
-    sys.modules["moecache.runtime.plan"].open_with = open_with  # type: ignore[attr-defined]
+    sys.modules["moecache.runtime.open"].open_with = open_with  # type: ignore[attr-defined]
     model = load(task["path"], read=task["read"], compute=task["compute"])
     ids = torch.arange(task["prompt"])[None] * 7 % 250 + 5
     times = TokenTimes()

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from moecache.runtime.plan import Plan
 from moecache.runtime.runtime import ExpertRuntime
 from moecache.stores import SafetensorsStore
 from tests.helpers.families import FAMILIES, write_checkpoint
+from tests.helpers.more_families import MORE_FAMILIES
 from tests.helpers.offloading import generated, load_in_slots, load_whole, prompt
 
 torch = pytest.importorskip("torch")
@@ -152,6 +154,17 @@ def test_four_threads_and_the_routers_look_ahead_do_not_get_in_each_others_way(
     assert equal == [True] * 12
 
 
+@pytest.mark.parametrize(
+    ("name", "nbytes"), [("qwen3_moe", 0), ("deepseek_v3", 64 * 2**20), ("mimo_v2_flash", 2**26)]
+)
+def test_a_plan_leaves_room_for_scores_that_torch_holds(name: str, nbytes: int) -> None:
+    """Four matrices of 4 heads and 1,024 tokens, where values are narrower than keys."""
+    from moecache.integrations.transformers.prompts import planned_bytes
+
+    model = SimpleNamespace(config={**MORE_FAMILIES, **FAMILIES}[name].config())
+    assert planned_bytes(model, 2, "torch") - planned_bytes(model, 2, "fast") == nbytes
+
+
 def test_a_plan_leaves_room_for_what_a_loaded_model_will_still_take(
     qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +184,7 @@ def test_a_plan_leaves_room_for_what_a_loaded_model_will_still_take(
             trunk = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         room = plans[-1].headroom
         others = 256 * 2**20 if compute == "torch" else 0
-        others += planned_bytes(model, plans[-1].layout.top_k) + 3 * 2**20
+        others += planned_bytes(model, plans[-1].layout.top_k, compute) + 3 * 2**20
         assert others <= room.trunk_bytes <= others + trunk
         assert "trunk, products and prompts" in plans[-1].reasons["reserve_bytes"]
     monkeypatch.setenv("MOECACHE_RESERVE", "100MiB")

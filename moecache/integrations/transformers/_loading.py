@@ -187,8 +187,8 @@ def load(
         if look_ahead:
             # The predictor that the look-ahead replaces; it still guesses for the first layer.
             options["prefetch"] = "echo"
-        prompts_bytes = planned_bytes(model, source.store.layout.top_k) + parse_bytes(prefix_memory)
-        host_bytes = _host_bytes(model, compute) + prompts_bytes
+        prompts_bytes = planned_bytes(model, source.store.layout.top_k, compute)
+        host_bytes = _host_bytes(model, compute) + prompts_bytes + parse_bytes(prefix_memory)
         states = states_per_text(model.config.get_text_config().to_dict())
         runtime = open(
             source.take(),

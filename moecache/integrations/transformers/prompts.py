@@ -30,6 +30,8 @@ _FREE_PART = 6
 # Pages for which a plan leaves room. More read fewer bytes, which a prompt so long hides behind
 # products.
 _PLANNED_PAGES = 4
+# Tokens of a prompt whose scores a plan leaves room for, where torch holds all of them.
+_SCORED_TOKENS = 1024
 # So few tokens of a page behind others are decoded, where a program computes them.
 FEW_TOKENS = 16
 
@@ -70,9 +72,24 @@ def is_paged(cache: Any) -> bool:
     )
 
 
-def planned_bytes(model: Any, top_k: int) -> int:
+def planned_bytes(model: Any, top_k: int, compute: str) -> int:
     """Return the memory that a plan leaves for prompts, beside their keys and values."""
-    return 2 * _PLANNED_PAGES * _page_bytes(model, top_k)
+    scores = _scores_bytes(model) if compute == "torch" else 0
+    return 2 * _PLANNED_PAGES * _page_bytes(model, top_k) + scores
+
+
+def _scores_bytes(model: Any) -> int:
+    """Return what torch's attention takes for a prompt of `_SCORED_TOKENS`, if it is much.
+
+    Where keys and values differ in width, as with latents, it holds four matrices of scores in
+    float32, of all heads.
+    """
+    said = model.config.get_text_config(decoder=True).to_dict()
+    key = sum(said.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    value = said.get("v_head_dim")
+    if not value or value == (key or said.get("head_dim")):
+        return 0
+    return 4 * 4 * int(said["num_attention_heads"]) * _SCORED_TOKENS**2
 
 
 def _page_bytes(model: Any, top_k: int) -> int:

@@ -40,6 +40,7 @@ _PAIRS = {
     "neighbours to halves": MC_PAIRED_NEIGHBOURS_TO_HALVES,
 }
 _TYPES = {"f32": MC_F32, "bf16": MC_BF16}
+_INFINITE = float("inf")
 
 
 @cython.final
@@ -291,8 +292,8 @@ cdef class Bound:
     cdef int _bind_delta(self, Layer *layer, a) except -1:
         cdef int64_t hidden = self.hidden_size, keys, values
         layer.by_channel, layer.bound = True, a.bound or 0.0
-        if a.bound is not None and not -1e4 < layer.bound < 0:
-            raise ConfigError(f"a bound of decays is {a.bound}, and not between -1e4 and 0")
+        if a.bound is not None and not -_INFINITE < layer.bound < 0:
+            raise ConfigError(f"a bound of decays is {a.bound}, and not below 0 and finite")
         self._bind_heads(layer, a)
         keys, values = layer.num_heads * layer.width, layer.num_heads * layer.value_width
         self._bind_linear(&layer.query, a.query, hidden, keys)

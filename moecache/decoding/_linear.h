@@ -31,9 +31,9 @@ typedef struct {
     int64_t width, value_width;
     int is_tiled; /* whether a key's heads of values are `num_keys` apart, and not neighbours */
     int is_scan;
-    int by_channel; /* whether each number of a key decays by its own: `decays` and `steps` are as wide as keys */
+    /* Whether each number of a key decays by its own: `decays` and `steps` are as wide as keys, gates sigmoids. */
+    int by_channel;
     float bound; /* of the logarithm of such a decay, if it is not 0 */
-    int has_sigmoids; /* whether gates are sigmoids; else silus */
     int64_t kernel, channels;
     const float *conv, *conv_bias;           /* [kernel, channels], and [channels] or NULL */
     int has_activation;                      /* whether the convolution's silu goes on */
@@ -160,11 +160,11 @@ static inline void mc_gate_head(const mc_linear *l, int64_t row, int64_t head, f
     if (!l->is_scan)
         mc_norm(given, l->norm, l->norm_type, width, l->epsilon, given);
     memcpy(gate, l->gates + row * l->gate_step + head * width, (size_t)width * sizeof *gate);
-    if (l->has_sigmoids)
+    if (l->by_channel)
         l->level->gate(given, gate, (width + 15) & ~15);
     else
         l->level->activate(gate, given, (width + 15) & ~15, &silu);
-    memcpy(l->out + (row * l->num_heads + head) * width, l->has_sigmoids ? given : gate, (size_t)width * sizeof *gate);
+    memcpy(l->out + (row * l->num_heads + head) * width, l->by_channel ? given : gate, (size_t)width * sizeof *gate);
 }
 
 typedef float mc_head_numbers[MC_ROWS_TOGETHER][MC_MOST_HEAD];

@@ -34,7 +34,6 @@ cdef extern from "_linear.h" nogil:
         int is_scan
         int by_channel
         float bound
-        int has_sigmoids
         int64_t kernel
         int64_t channels
         const float *conv

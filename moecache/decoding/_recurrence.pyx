@@ -89,8 +89,7 @@ cdef void _delta(
     w.multiply(&layer.share, w.normed, num, w.values, &layer.value)
     _chain(w, &layer.gate_low, &layer.gates, w.gates)
     _chain(w, &layer.decay_low, &layer.decay, w.keys)
-    job.mixed, job.has_sigmoids = w.latents, True
-    job.decays, job.shares = w.keys, w.values
+    job.mixed, job.decays, job.shares = w.latents, w.keys, w.values
     _run_delta(w, c, layer, job)
 
 

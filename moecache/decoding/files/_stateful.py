@@ -1,5 +1,7 @@
 """Layers that hold states: their tensors, by GGUF's names, and their part of a recipe."""
 
+import math
+
 import numpy as np
 
 from moecache.decoding._bound import MOST_HEAD, MOST_KERNEL
@@ -81,7 +83,7 @@ def _delta_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
 def _channel_tensors(facts: Facts, at: str, found: Shapes) -> Wanted:
     hidden, sizes, values = facts.hidden_size, _sizes(facts), _sizes(facts).values
     bound = _bound_of(facts)
-    if bound is not None and not -1e4 < bound < 0:
+    if bound is not None and not -math.inf < bound < 0:
         raise NoTextModelError(f"decays with a bound of {bound:g} run with torch")
     for part in "qkv":
         yield f"{at}.attn_{part}.weight", (values, hidden)

@@ -266,8 +266,7 @@ def glm4_lite(config: Config) -> dict[str, Any]:
 def axk1(config: Config) -> dict[str, Any]:
     config.require("topk_method", "noaux_tc")
     config.require("rope_interleave", True)
-    for name in ("n_group", "topk_group"):
-        config.size(name, least=1)
+    demand_groups(config)
     first = config.size("first_k_dense_replace", 1)
     usual = ["dense" if layer < first else "sparse" for layer in range(config.num_layers)]
     return {
@@ -300,11 +299,18 @@ def latent_sizes(config: Config) -> dict[str, Any]:
         raise config.missing("q_lora_rank")
     # Some configurations have zero for what has no rank.
     rank = config.size("q_lora_rank", None) or None
+    return {**latent_widths(config), "q_lora_rank": rank}
+
+
+def latent_widths(config: Config) -> dict[str, Any]:
     widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    return {
-        **{name: config.size(name, least=1) for name in widths},
-        "q_lora_rank": rank,
-    }
+    return {name: config.size(name, least=1) for name in widths}
+
+
+def demand_groups(config: Config) -> None:
+    """Refuse a configuration that lacks groups of experts, of which transformers takes several."""
+    for name in ("n_group", "topk_group"):
+        config.size(name, least=1)
 
 
 def deepseek2(config: Config) -> dict[str, Any]:
@@ -319,8 +325,7 @@ def deepseek2(config: Config) -> dict[str, Any]:
 def deepseek3(config: Config) -> dict[str, Any]:
     config.require("topk_method", "noaux_tc")
     config.require("rope_interleave", True)
-    for name in ("n_group", "topk_group"):
-        config.size(name, least=1)
+    demand_groups(config)
     return latents(config)
 
 

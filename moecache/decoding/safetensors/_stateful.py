@@ -7,8 +7,10 @@ from moecache.decoding.safetensors._config import Config
 from moecache.decoding.safetensors._settings import (
     FULL,
     chosen,
+    demand_groups,
     granite_shared,
     latent_sizes,
+    latent_widths,
     qwen3,
 )
 
@@ -83,7 +85,7 @@ def _kinds_of(config: Config, linear: Any, full: Any) -> list[str]:
     """Return the kind of each layer, of lists of both kinds."""
     numbers = range(1, config.num_layers + 1)
     both = [*linear, *full] if isinstance(linear, list) and isinstance(full, list) else []
-    if sorted(map(str, both)) != sorted(map(str, numbers)):
+    if {*map(type, both)} != {int} or sorted(both) != [*numbers]:
         raise config.unsupported("linear_attn_config")
     return [_LINEAR if number in linear else FULL for number in numbers]
 
@@ -99,16 +101,14 @@ def bailing(config: Config) -> dict[str, Any]:
     config.require("score_function", "sigmoid")
     config.require("no_kda_lora", True)
     config.require("gated_attention_proj_granularity_type", "head_wise")
-    for name in ("n_group", "topk_group"):
-        config.size(name, least=1)
+    demand_groups(config)
     every = config.size("layer_group_size", 6, least=1)
     usual = [FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(config.num_layers)]
-    widths = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     width = config.size("head_dim", 128, least=1)
     kernel = config.size("short_conv_kernel_size", 4, least=1)
     return {
         **chosen(config),
-        **{name: config.size(name, least=1) for name in widths},
+        **latent_widths(config),
         "linear_head_dim": config.size("linear_head_dim", width, least=1),
         "linear_num_heads": config.size(
             "linear_num_heads", config.size("num_attention_heads"), least=1

@@ -180,7 +180,7 @@ class AttentionReader:
         if not (hasattr(forget, "safe_gate") and self._weights.number(forget, "safe_gate")):
             return None
         bound = float(np.float32(self._weights.number(forget, "lower_bound")))
-        if not bound < 0:
+        if not -math.inf < bound < 0:
             raise UnknownFamilyError(f"its decays have a bound of {bound}")
         return bound
 
